@@ -1,0 +1,45 @@
+# make bench | test | lint. PYTHON is the interpreter to build on, TORCH what to install where it has no CUDA torch.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+JOBS   ?= 2
+STAMP  := $(VENV)/.ready
+
+.PHONY: bench test lint fix clean
+
+bench: $(STAMP)
+	$(BIN)/python -m sartor.cli bench --quick --max-seconds 180
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(JOBS)
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+fix: $(STAMP)
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+# Where PYTHON already has a CUDA torch and what the lab needs, nothing is fetched or built, so that it works offline: a
+# .pth file names the folder of its packages (--system-site-packages would miss those of a venv) and that of ours.
+HAVE  = import torch, numpy, typer, rich, matplotlib; assert torch.version.cuda
+PATHS = import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)), os.path.abspath("src"), sep="\n")
+PURE  = import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(STAMP): pyproject.toml setup.py
+	@if $(PYTHON) -c '$(HAVE)' 2>/dev/null; then \
+		echo "using the CUDA torch of $(PYTHON)" && \
+		$(PYTHON) -m venv --system-site-packages $(VENV) && \
+		$(PYTHON) -c '$(PATHS)' > "$$($(BIN)/python -c '$(PURE)')/sartor.pth"; \
+	else \
+		$(PYTHON) -m venv $(VENV) && \
+		$(BIN)/python -m pip install -q "$(TORCH)" && \
+		$(BIN)/python -m pip install -q -e '.[dev]'; \
+	fi
+	@touch $@
+
+clean:
+	rm -rf $(VENV) results build dist

@@ -1,0 +1,179 @@
+"""The public functions: attention, explain, merge_states."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch.autograd import forward_ad
+
+from sartor import ops
+from sartor.device import Device
+from sartor.mods.core import Mask
+from sartor.plan import Explanation
+from sartor.plan import explain as explain_problem
+from sartor.problem import Call, Problem
+
+Layout = Literal["bshd", "bhsd"]
+Causal = bool | Literal["bottom_right", "top_left"]
+Window = tuple[int | None, int | None] | None
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: Layout = "bshd",
+    causal: Causal = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | Mask | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    kernel: str = "auto",
+    precision: str = "ieee",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention, softmax(q k^T) v, in linear memory, with gradients for q, k, v, bias and sinks.
+
+    The algorithm is FlashAttention's tiling with an online softmax (Dao et al. 2022, algorithm 1; Dao 2023, section
+    3.1; Milakov and Gimelshein 2018), and its recomputing backward (Dao 2023, algorithm 2).
+
+    Args:
+        q: (batch, seqlen_q, heads_q, dim), or (batch, heads_q, seqlen_q, dim) with `layout="bhsd"`; float16, bfloat16,
+            float32 or float64. Any strides; only a last dim that is not dense is copied.
+        k: (batch, seqlen_kv, heads_kv, dim). heads_q is a multiple of heads_kv: query head h uses key head
+            h // (heads_q // heads_kv).
+        v: (batch, seqlen_kv, heads_kv, dim_v); dim and dim_v are 1 to 512.
+        layout: "bshd" or "bhsd"; that of the result too.
+        causal: True or "bottom_right" lets query i see keys up to i + seqlen_kv - seqlen_q; "top_left" up to i.
+        window: (left, right), query i sees keys i - left to i + right, both included, aligned as `causal` is; None or
+            -1 is unbounded.
+        softmax_scale: factor of q k^T; 1 / sqrt(dim) by default. May be 0 or negative.
+        softcap: with c > 0, scores become c * tanh(score / c).
+        bias: float tensor broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), added to the scores; differentiable.
+        mask: bool tensor broadcastable to the same, True = attend; or a `sartor.mods.Mask`.
+        alibi_slopes: float32 (heads_q,) or (batch, heads_q): scores lose slope * |i + seqlen_kv - seqlen_q - j|.
+        sinks: (heads_q,): one more logit in each row's softmax denominator; differentiable.
+        deterministic: bit-equal gradients from run to run. Every kernel here is; it is a promise, not a cost.
+        return_lse: return (out, lse) with lse the natural-log logsumexp of the scores, float32 (batch, heads_q,
+            seqlen_q), differentiable.
+        out_dtype: None for the inputs' dtype, or torch.float32 for unrounded partial results.
+        kernel: "auto", or a family by name ("triton", "torch", "blocked", "reference"), which then runs or raises.
+        precision: for float32 inputs, "ieee" (float32 products) or "tf32".
+
+    Returns:
+        out (batch, seqlen_q, heads_q, dim_v) in `layout`. A row that attends to no key is 0, its lse -inf (its sink's
+        value where there are sinks), its gradients 0. Keys that a row does not attend to never reach it, not even as NaN.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came.
+        Unsupported (a NotImplementedError): no kernel, or not the one asked for, can run this; with every reason.
+    """
+    q, k, v = _inputs(q, k, v, layout)
+    call = Call(
+        q, k, v, bias, mask, alibi_slopes, sinks, causal, tuple(window) if type(window) is list else window,
+        softmax_scale, softcap, deterministic, out_dtype, kernel, precision,
+    )  # fmt: skip
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(call)
+    if _needs_operator(q):
+        out, lse = torch.ops.sartor.attention(*ops.as_operator_arguments(call))
+    else:
+        out, lse = ops.run(call)
+    if layout == "bhsd":
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: Layout = "bshd", device: Device | None = None,
+    **options: Any,
+) -> Explanation:  # fmt: skip
+    """Which kernels `attention` would run for the same arguments, and why not the others. Runs nothing.
+
+    Args:
+        q, k, v, layout: as in `attention`; meta tensors will do.
+        device: plan for this device instead of the tensors' (see `sartor.device.ARCHITECTURES`).
+        **options: as in `attention`; `return_lse` is accepted and changes nothing.
+    """
+    options.pop("return_lse", None)
+    unknown = set(options) - set(attention.__kwdefaults__)
+    if unknown:
+        raise TypeError(f"explain() got unknown arguments {sorted(unknown)}")
+    call = Call(*_inputs(q, k, v, layout), **options)
+    return explain_problem(Problem.of(call), device or Device.of(call.q.device))
+
+
+def merge_states(
+    out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor, *, layout: Layout = "bshd"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two disjoint sets of keys, from the results over each. Computes and returns float32.
+
+    Args:
+        out1, out2: (batch, seqlen_q, heads_q, dim_v) in `layout`.
+        lse1, lse2: (batch, heads_q, seqlen_q), natural log; -inf where a row attended to nothing.
+
+    Returns:
+        out float32 and lse float32, in the same shapes. Sinks, if any, may be in one of the two only.
+    """
+    if out1.shape != out2.shape or lse1.shape != lse2.shape:
+        raise ValueError(
+            f"out2 and lse2 must have the shapes of out1 {tuple(out1.shape)} and lse1 {tuple(lse1.shape)},"
+            f" got {tuple(out2.shape)} and {tuple(lse2.shape)}"
+        )
+    lse1, lse2 = lse1.float(), lse2.float()
+    top = torch.maximum(lse1, lse2)
+    base = torch.where(top == -torch.inf, 0, top)
+    w1, w2 = torch.exp(lse1 - base), torch.exp(lse2 - base)
+    total = w1 + w2
+    share1, share2 = (torch.where(total > 0, w / total, 0)[..., None] for w in (w1, w2))
+    if layout == "bshd":
+        share1, share2 = share1.transpose(1, 2), share2.transpose(1, 2)
+    return out1.float() * share1 + out2.float() * share2, torch.log(total) + base
+
+
+def _inputs(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
+    """q, k, v in layout "bshd", in the autocast dtype where autocast is on."""
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout must be 'bshd' or 'bhsd', got {layout!r}")
+    if isinstance(q, torch.Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (_autocast(t, q.device.type) for t in (q, k, v))
+    if layout == "bshd":
+        return q, k, v
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: {str(t)[:60]}")
+        if t.dim() != 4:
+            raise ValueError(f"{name} must have 4 dims (batch, heads, seqlen, dim), got {t.dim()}: {tuple(t.shape)}")
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _autocast(t: Any, device: str) -> Any:
+    if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64:
+        return t.to(torch.get_autocast_dtype(device))
+    return t
+
+
+def _refuse_tangents(call: Call) -> None:
+    """Forward-mode differentiation would get a tangent of zero: say that there is none."""
+    for name in ("q", "k", "v", "bias", "sinks"):
+        t = getattr(call, name)
+        if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(f"{name} must have no tangent: attention has no forward-mode derivative (jvp)")
+
+
+def _needs_operator(q: Any) -> bool:
+    """Whether something wants to see an operator: a compiler, a dispatch mode, functorch, a tensor subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or not (type(q) is torch.Tensor or type(q) is torch.nn.Parameter or not isinstance(q, torch.Tensor))
+        or (isinstance(q, torch.Tensor) and q.is_meta)
+    )

@@ -1,0 +1,238 @@
+"""The command line: flags in, lab out. Every figure it prints comes from the lab; nothing is computed here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from sartor.lab.suites import Suite
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+                  help="Exact attention, cut to measure, and the lab that measures it.")  # fmt: skip
+
+DeviceFlag = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; by default the GPU if there is one")]
+OutFlag = Annotated[Path, typer.Option(help="folder of records; <out>/<device>/<suite>.jsonl")]
+
+
+@contextmanager
+def friendly() -> Iterator[None]:
+    """A wrong value is the caller's mistake: one line, exit code 2, no traceback."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(2) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import sartor
+
+        typer.echo(f"sartor {sartor.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Exact attention, cut to measure, and the lab that measures it."""
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch sees no NVIDIA GPU here")
+    return torch.device(name)
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has, and whether attention is right on it. Exit code 1 if not."""
+    from rich.console import Console
+
+    from sartor.lab.doctor import examine
+
+    console, wrong = Console(), 0
+    for finding in examine():
+        mark = {None: " ", True: "[green]ok[/]", False: "[red]no[/]"}[finding.ok]
+        console.print(f"{mark:>2} [bold]{finding.what}[/]: {finding.found}", highlight=False)
+        wrong += finding.ok is False
+    raise typer.Exit(1 if wrong else 0)
+
+
+@app.command()
+def explain(
+    batch: int = 1,
+    heads: Annotated[str, typer.Option(help="query heads, or query/key heads as 32/8")] = "16",
+    seqlen: Annotated[str, typer.Option(help="length, or query/key lengths as 1/8k")] = "4096",
+    dim: Annotated[str, typer.Option(help="head dim, or dim/dim_v as 192/128")] = "128",
+    dtype: str = "bfloat16",
+    mask: Annotated[str, typer.Option(help="full, causal, window1024, document8, softcap30, a+b, ...")] = "full",
+    kernel: Annotated[str, typer.Option(help="a kernel by name, or auto")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or an architecture that is not here: sm80, sm90, ...")] = "",
+) -> None:
+    """Which kernel would run a problem, and why not the others. Runs nothing."""
+    from sartor.lab.adhoc import walk
+
+    with friendly():
+        typer.echo(str(walk(batch, (heads, seqlen, dim), dtype, mask, kernel, device)))
+
+
+@app.command()
+def check(device: DeviceFlag = "", kernel: str = "auto") -> None:
+    """Errors against float64 on this machine, with their budgets. Exit code 1 if one is over."""
+    from sartor.lab import check as checks
+    from sartor.lab import views
+
+    with friendly():
+        rows = checks.run(_device(device), kernel)
+    views.console().print(checks.table(rows).rich())
+    raise typer.Exit(0 if all(row.ok for row in rows) else 1)
+
+
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Option(help="a suite of benchmarks/suites; `sartor bench --list` names them")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="the suite for this machine")] = False,
+    show: Annotated[bool, typer.Option("--list", help="name the suites")] = False,
+    providers: Annotated[str, typer.Option(help="comma-separated; see docs/measuring.md")] = "",
+    modes: Annotated[str, typer.Option(help="comma-separated: fwd, bwd, fwd_bwd, decode")] = "",
+    dim: Annotated[str, typer.Option(help="ad hoc: 64,128 or 192/128")] = "",
+    seqlen: Annotated[str, typer.Option(help="ad hoc: 512,1k,4k or 1/8k")] = "",
+    heads: Annotated[str, typer.Option(help="ad hoc: 16 or 32/8; by default 2048 / dim")] = "",
+    batch: Annotated[int, typer.Option(help="ad hoc; by default 16384 / length")] = 0,
+    dtype: Annotated[str, typer.Option(help="ad hoc: bfloat16,float32")] = "",
+    mask: Annotated[str, typer.Option(help="ad hoc: full,causal,window1024, ...")] = "",
+    causal: Annotated[str, typer.Option(help="ad hoc: yes, no or both; short for --mask")] = "",
+    rounds: int = 10,
+    round_ms: Annotated[float, typer.Option(help="time of a round, all providers together")] = 40.0,
+    max_seconds: Annotated[float, typer.Option(help="start no further workload after this")] = float("inf"),
+    check: Annotated[bool, typer.Option(help="measure errors against float64")] = True,
+    plot: Annotated[bool, typer.Option(help="draw the suite's plots")] = True,
+    record: Annotated[bool, typer.Option("--record", help="write to benchmarks/results, replacing older runs")] = False,
+    out: OutFlag = Path("results"),
+    device: DeviceFlag = "",
+) -> None:
+    """Measure providers on a suite, interleaved; print the table, append records, draw plots."""
+    from sartor.lab import adhoc, suites
+    from sartor.lab.timing import Budget
+
+    with friendly():
+        if show:
+            for name in suites.available():
+                typer.echo(f"{name:12s} {suites.load(name).description}")
+            return
+        where = _device(device)
+        flags = {"dim": dim, "seqlen": seqlen, "heads": heads, "dtype": dtype, "mask": mask, "causal": causal}
+        chosen = adhoc.suite(suite, quick, where, batch, {k: v for k, v in flags.items() if v})
+        chosen = adhoc.narrow(chosen, providers, modes)
+        target = _results() if record else out
+        _bench(chosen, where, Budget(rounds, round_ms), (check, plot, record), target, max_seconds)
+
+
+def _results() -> Path:
+    """benchmarks/results of the checkout."""
+    from sartor.lab.suites import checkout
+
+    root = checkout()
+    if root is None:
+        raise ValueError("this needs a checkout of the repository: an installed package has no benchmarks/results")
+    return root / "benchmarks" / "results"
+
+
+def _bench(
+    suite: Suite, device: torch.device, budget: Any, flags: tuple[bool, bool, bool], out: Path, max_seconds: float
+) -> None:
+    from sartor.lab import views
+    from sartor.lab.bench import Session
+    from sartor.lab.records import Record, Run, Store
+
+    check, plot, record = flags
+    session = Session(Run.start(suite.name, device), device, budget, check, max_seconds)
+    store, found = Store(out, session.run), list[Record]()
+    console = views.console()
+    with views.progress(console, len(suite.cases) + 1) as (tell, step):
+        for rows in session.measure(suite, tell):
+            store.add(rows)
+            found += rows
+            step()
+    store.close(replace=record)
+    views.show(console, found, suite, session)
+    files = [store.path, store.path.with_suffix(".csv")]
+    if plot:
+        files += views.draw(found, suite, store.path.parent)
+    console.print("wrote " + ", ".join(str(f) for f in files), highlight=False)
+    console.print(f"again: sartor {' '.join(sys.argv[1:])}", highlight=False)
+
+
+@app.command()
+def plot(
+    suite: str,
+    device: Annotated[str, typer.Option(help="folder name: h200, cpu")] = "cpu",
+    out: OutFlag = Path("results"),
+    record: Annotated[bool, typer.Option("--record", help="read and write benchmarks/results")] = False,
+) -> None:
+    """Draw a suite's plots from its latest records."""
+    from sartor.lab import records, suites, views
+
+    with friendly():
+        folder = (_results() if record else out) / device
+        found = records.latest(records.read(folder / f"{suite}.jsonl"))
+        if not found:
+            raise ValueError(f"no record in {folder / suite}.jsonl")
+        for path in views.draw(found, suites.load(suite), folder):
+            typer.echo(str(path))
+
+
+@app.command()
+def report(
+    readme: Annotated[list[Path] | None, typer.Argument(help="files with markers; README.md by default")] = None,
+    check: Annotated[bool, typer.Option("--check", help="write nothing; exit code 1 if a file is stale")] = False,
+) -> None:
+    """Rewrite the tables between markers from the committed records."""
+    from sartor.lab import report as reports
+
+    with friendly():
+        results, stale = _results(), False
+        for path in readme or [results.parents[1] / "README.md"]:
+            fresh = reports.update(path, results, check)
+            stale |= not fresh
+            typer.echo(f"{path.name}: {'up to date' if fresh else 'stale' if check else 'rewritten'}")
+    raise typer.Exit(1 if check and stale else 0)
+
+
+@app.command()
+def verify(
+    device: DeviceFlag = "",
+    out: Annotated[Path | None, typer.Option(help="benchmarks/results by default")] = None,
+) -> None:
+    """Run the GPU tests and the accuracy table here and write the evidence; at most 8 minutes."""
+    from sartor.lab import verify as verification
+
+    with friendly():
+        results = _results()
+        evidence = verification.verify(results.parents[1], out or results, _device(device), typer.echo)
+    words = ("passed", "failed", "skipped", "over_budget", "seconds")
+    typer.echo(", ".join(f"{w.replace('_', ' ')} {evidence[w]}" for w in words))
+    for name in evidence["failures"]:
+        typer.echo(f"  {name}")
+    raise typer.Exit(1 if evidence["failed"] or evidence["over_budget"] else 0)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,48 @@
+"""What the faces share: dropout, which none of our kernels has, and errors in the face's own words."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def named(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let the errors of a face call the arguments as the face does; `names` maps ours to its."""
+    word = re.compile(rf"\b({'|'.join(names)})\b")
+
+    def decorate(face: Callable[P, R]) -> Callable[P, R]:
+        @wraps(face)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return face(*args, **kwargs)
+            except (TypeError, ValueError) as error:
+                text = word.sub(lambda found: names[found.group()], str(error))
+                raise type(error)(text) from None
+
+        return call
+
+    return decorate
+
+
+def no_dropout(dropout_p: Any) -> None:
+    """Accept 0; say that a valid probability is not supported, and that an invalid one is none."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"dropout_p must be a float, got {type(dropout_p).__name__}: {dropout_p!r}")
+    if math.isnan(dropout_p) or not 0 <= float(dropout_p) < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    if dropout_p:
+        raise NotImplementedError(f"dropout_p must be 0, got {dropout_p}: no kernel here has dropout yet")
+
+
+def boolean(name: str, value: Any) -> bool:
+    """`value`, which must be a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}: {value!r}")
+    return value

@@ -1,0 +1,158 @@
+"""flash-attn 2's functions, names, order and defaults, over `sartor.attention`. Layout (batch, seqlen, heads, dim)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sartor.api import attention
+from sartor.compat.arguments import boolean, named, no_dropout
+
+Tensor = torch.Tensor
+Window = tuple[int | None, int | None]
+Result = Tensor | tuple[Tensor, Tensor, None]
+NAMES = {"window": "window_size"}
+
+
+@named(NAMES)
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention with flash-attn 2's signature.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, dim).
+        k, v: (batch, seqlen_kv, heads_kv, dim); heads_q is a multiple of heads_kv.
+        dropout_p: 0; others raise NotImplementedError.
+        softmax_scale: 1 / sqrt(dim) by default.
+        causal: bottom-right aligned: query i sees keys up to i + seqlen_kv - seqlen_q.
+        window_size: (left, right), both included, aligned as `causal` is; -1 or None is unbounded.
+        softcap: with c > 0, scores become c * tanh(score / c).
+        alibi_slopes: float32 (heads_q,) or (batch, heads_q).
+        deterministic: bit-equal gradients from run to run; they always are.
+        return_attn_probs: return (out, lse, None). There are no probabilities to return; lse is the natural-log
+            logsumexp, float32 (batch, heads_q, seqlen_q), and differentiable.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, dim).
+    """
+    no_dropout(dropout_p)
+    result = attention(
+        q, k, v, causal=boolean("causal", causal), window=window_size, softmax_scale=softmax_scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=return_attn_probs,
+    )  # fmt: skip
+    return (*result, None) if isinstance(result, tuple) else result
+
+
+@named(NAMES)
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` on qkv (batch, seqlen, 3, heads, dim)."""
+    _check_packed("qkv", qkv, 3)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+@named(NAMES)
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` on q and kv (batch, seqlen_kv, 2, heads_kv, dim)."""
+    _check_packed("kv", kv, 2)
+    k, v = kv.unbind(2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Not there yet: sequences packed along one axis. Raises NotImplementedError."""
+    raise NotImplementedError(
+        "cu_seqlens_q and cu_seqlens_k are not supported yet: expected dense (batch, seqlen, heads, dim) tensors."
+        " sartor.mods.document(ids) keeps the sequences of one row apart"
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Not there yet: decoding from a cache, appending to it. Raises NotImplementedError."""
+    raise NotImplementedError(
+        "k_cache and v_cache are not supported yet: expected dense keys and values."
+        " sartor.mods.prefix(lengths) masks what lies past each item's length"
+    )
+
+
+def _check_packed(name: str, t: Any, parts: int) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: {str(t)[:60]}")
+    if t.dim() != 5 or t.shape[2] != parts:
+        raise ValueError(f"{name} must have shape (batch, seqlen, {parts}, heads, dim), got {tuple(t.shape)}")

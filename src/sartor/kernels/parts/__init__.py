@@ -1,0 +1,1 @@
+"""Triton pieces that two or more kernels use unchanged."""

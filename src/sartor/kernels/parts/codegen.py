@@ -1,0 +1,108 @@
+"""From a Program to Triton functions: the same expressions the reference evaluates, as source text.
+
+Each generated function takes (b, h, q, kv, aux, seqlen_q, seqlen_kv), loads the aux values it reads at that position
+and returns its expression. Positions may be scalars, vectors or broadcastable tiles; the text does not care.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from functools import cache
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from sartor.kernels.parts import maths
+from sartor.mods.core import Program
+from sartor.mods.expr import Expr
+
+_POSITION = {"b": "b", "h": "h", "q": "q", "k": "kv"}
+_LIMIT = {"q": "(q < seqlen_q)", "k": "(kv < seqlen_kv)"}
+_FUNCTIONS = {"abs": "tl.abs", "maximum": "tl.maximum", "minimum": "tl.minimum", "where": "tl.where", "tanh": "tanh"}
+
+
+class Mods(NamedTuple):
+    """Jitted functions, None where the program has none."""
+
+    keep: Any
+    rows: Any
+    cols: Any
+    score: Any
+    dscore: Any
+
+
+def source(program: Program) -> str:
+    """The generated module, empty for an empty program."""
+    blocks = []
+    for name in ("keep", "score", "dscore"):
+        expr = getattr(program, name)
+        if expr is not None:
+            first = "" if name == "keep" else "s, "
+            blocks.append(_function(name, f"{first}b, h, q, kv", (expr,), program, ""))
+    for name, position in (("rows", "q"), ("cols", "kv")):
+        exprs = getattr(program, name)
+        if exprs is not None:
+            blocks.append(_function(name, f"b, h, {position}", exprs, program, f" + {position} * 0"))
+    return "\n\n".join(blocks)
+
+
+def _function(name: str, arguments: str, exprs: tuple[Expr, ...], program: Program, spread: str) -> str:
+    reads = sorted({int(leaf[4:-1]) for e in exprs for leaf in e.leaves() if leaf.startswith("aux[")})
+    lines = ["@triton.jit", f"def {name}({arguments}, aux, seqlen_q, seqlen_kv):"]
+    lines += [f"    a{i} = {_load(i, program.aux[i].pattern)}" for i in reads]
+    results = [f"{e.text(_leaf, _FUNCTIONS)}{spread}" for e in exprs]
+    return "\n".join([*lines, f"    return {', '.join(results)}"])
+
+
+def _leaf(e: Expr) -> str:
+    return f"a{e.args[0]}" if e.op == "aux" else str(e.args[0])
+
+
+def _load(i: int, pattern: str) -> str:
+    if pattern == "f":
+        return f"aux[{i}]"
+    if pattern == "n":
+        return f"(aux[{i}] >> 2)"  # see aux_arguments
+    if pattern == "one":
+        return f"tl.load(aux[{i}][0])"
+    # 64-bit offsets: a bias alone may have more than 2^31 elements
+    steps, strides = [], 0
+    for c in pattern:
+        step = f"tl.cast({_POSITION[c.lower()]}, tl.int64)"
+        strides += c.islower()
+        steps.append(f"{step} * aux[{i}][{strides}]" if c.islower() else step)
+    limits = " & ".join(_LIMIT[c] for c in pattern.lower() if c in _LIMIT)
+    guard = f", mask={limits}, other=0" if limits else ""
+    return f"tl.load(aux[{i}][0] + {' + '.join(steps)}{guard})"
+
+
+@cache
+def build(program: Program) -> Mods:
+    """Jitted functions of a program. Equal programs share them, so Triton's cache keys on the text alone."""
+    text = source(program)
+    header = "import triton\nimport triton.language as tl\n\n\n"
+    filename = f"<sartor mods {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
+    linecache.cache[filename] = (len(header + text), None, (header + text).splitlines(True), filename)
+    namespace: dict[str, Any] = {"triton": triton, "tl": tl, "tanh": maths.tanh, "__name__": "sartor.generated"}
+    exec(compile(header + text, filename, "exec"), namespace)  # noqa: S102 - the text is our own, made from Expr nodes
+    return Mods(*(namespace.get(name) for name in Mods._fields))
+
+
+def aux_arguments(aux: tuple[Any, ...], program: Program) -> tuple[Any, ...]:
+    """Aux values as kernel arguments: numbers, and (pointer, strides of the dims the pattern names in lower case).
+
+    An integer n goes as 4n + 2, which Triton specialises on neither as 1 nor as a multiple of 16: a new window size
+    finds the kernel compiled. Strides of 1 stay out for the same reason, and because 3.6 loses them in nested tuples.
+    """
+    result: list[Any] = []
+    for value, spec in zip(aux, program.aux, strict=True):
+        if spec.pattern == "n":
+            result.append(4 * value + 2)
+        elif spec.pattern == "f":
+            result.append(value)
+        else:
+            strides = dict(zip("bhqk", value.stride(), strict=True))
+            result.append((value, *(strides[c] for c in spec.pattern if c.islower() and spec.pattern != "one")))
+    return tuple(result)

@@ -1,0 +1,158 @@
+"""Host side shared by the Triton kernels: arguments every kernel takes, and a launch that is cheap the second time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+
+from sartor.device import Device
+from sartor.kernels.spec import Operands, Plan, Tile
+from sartor.problem import Problem
+
+LOG2_E = 1.4426950408889634
+RUNTIME = ("batch", "heads_q", "seqlen_q", "seqlen_kv")  # what a kernel is not compiled anew for
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def reasons(p: Problem, dev: Device) -> list[str]:
+    """What every Triton kernel needs."""
+    why = []
+    if not available():
+        why.append("needs Triton >= 3.5, which is not installed: pip install triton")
+    elif dev.is_cpu and not interpreted():
+        why.append("needs an NVIDIA GPU, the tensors are on a CPU")
+    elif not dev.is_cpu and dev.arch < 80:
+        why.append(f"needs compute capability >= 8.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
+    if p.dtype not in DTYPES:
+        why.append(f"needs float16, bfloat16 or float32, got {p.dtype}")
+    return why
+
+
+def available() -> bool:
+    """Whether a Triton this package can use is installed."""
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return False
+    return tuple(int(x) for x in version.split(".")[:2]) >= (3, 5)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def room(dev: Device) -> int:
+    """Shared memory a block may have; the interpreter has no limit worth modelling."""
+    return dev.smem_bytes or 227 << 10
+
+
+def unit(*tensors: torch.Tensor) -> int:
+    """How many elements 16 bytes are, if every row of every tensor starts on 16 bytes, else 1.
+
+    Strides are passed in this unit, so the compiler knows of rows aligned to 16 bytes that are no multiple of 16 elements.
+    """
+    n = 16 // tensors[0].element_size()
+    rows_aligned = all(s % n == 0 for t in tensors for s in t.stride()[:3])
+    return n if rows_aligned and all(t.data_ptr() % 16 == 0 for t in tensors if not t.is_meta) else 1
+
+
+def strides(t: torch.Tensor, per: int = 1) -> tuple[int, int, int]:
+    """Batch, head and row stride of a (b, s, h, d) tensor, in units of `per` elements."""
+    b, s, h, _ = t.stride()
+    return b // per, h // per, s // per
+
+
+def common(plan: Plan, x: Operands) -> dict[str, Any]:
+    """Arguments that every attention kernel takes by the same name."""
+    from sartor.kernels.parts import codegen
+
+    p, mods = plan.problem, codegen.build(plan.problem.program)
+    prescale = mods.score is not None or p.softmax_scale <= 0
+    return {
+        "aux": codegen.aux_arguments(x.aux, p.program),
+        "batch": p.batch,
+        "heads_q": p.heads_q,
+        "group": p.group,
+        "seqlen_q": p.seqlen_q,
+        "seqlen_kv": p.seqlen_kv,
+        "scale": p.softmax_scale,
+        "factor": LOG2_E if prescale else p.softmax_scale * LOG2_E,
+        "KEEP": mods.keep,
+        "SCORE": mods.score,
+        "PRESCALE": prescale,
+        "PRECISION": p.precision if p.dtype == torch.float32 else "ieee",
+    }
+
+
+class Launch(NamedTuple):
+    """One kernel launch: `arguments` in the order of the kernel's signature."""
+
+    name: str
+    kernel: Any
+    grid: int
+    arguments: dict[str, Any]
+    tile: Tile
+
+    def careful(self, dev: Device) -> Launch:
+        """The same kernel over the tiles that came out non-finite: few programs, which mostly find nothing to do."""
+        again = self.arguments | {"SAFE": True}
+        return Launch(f"{self.name} repair", self.kernel, min(self.grid, 2 * (dev.sm_count or 1)), again, self.tile)
+
+
+class Ready(NamedTuple):
+    """A compiled kernel, a closure that launches it, its arguments, and where those are that change from call to call."""
+
+    compiled: Any
+    start: Any
+    values: list[Any]
+    slots: dict[str, int]
+
+
+def run(steps: Iterable[Launch], cache: dict[object, Any]) -> None:
+    """Launch on the current stream, compiling what is not compiled; the launches are kept for `again`."""
+    ready = []
+    for step in steps:
+        if step.grid:
+            options = {} if interpreted() else compile_options(step.tile)
+            compiled = step.kernel[(step.grid,)](**step.arguments, **options)
+            if hasattr(compiled, "function"):  # not so in the interpreter
+                slots = {name: i for i, name in enumerate(step.arguments)}
+                ready.append(Ready(compiled, compiled[(step.grid, 1, 1)], list(step.arguments.values()), slots))
+    if not interpreted():
+        cache["ready"] = tuple(ready)
+
+
+def again(changed: dict[str, Any], cache: dict[object, Any]) -> bool:
+    """Launch as the last `run` did, with the arguments in `changed` put in place; False when there was none.
+
+    Plans are made per call key, which holds everything Triton specialises on: one compiled kernel serves a plan.
+    """
+    ready = cache.get("ready")
+    if ready is None:
+        return False
+    for _, start, values, slots in ready:
+        values = values.copy()
+        for name, value in changed.items():
+            if name in slots:
+                values[slots[name]] = value
+        start(*values)
+    return True
+
+
+def compile_options(tile: Tile) -> dict[str, Any]:
+    """Triton's compile options. Fusing a*b+c is said aloud because Triton 3.10 changes its default."""
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+
+
+def in_order(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments in the order of the kernel's signature, which the direct launch needs; extra ones are an error."""
+    missing = set(kernel.arg_names) ^ set(arguments)
+    if missing:
+        raise TypeError(f"{kernel.__name__} and its launcher disagree on {sorted(missing)}")
+    return {name: arguments[name] for name in kernel.arg_names}

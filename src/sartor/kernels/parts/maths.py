@@ -1,0 +1,28 @@
+"""Small mathematics the kernels share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """tanh to float32 accuracy: an odd polynomial near 0 (Cephes, tanhf), else through exp."""
+    z = x * x
+    near = -5.70498872745e-3 * z + 2.06390887954e-2
+    near = near * z - 5.37397155531e-2
+    near = near * z + 1.33314422036e-1
+    near = (near * z - 3.33332819422e-1) * z * x + x
+    big = tl.abs(x)
+    far = 1.0 - 2.0 / (tl.exp2(big * (2.0 * 1.4426950408889634)) + 1.0)
+    return tl.where(big < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def finite(x):
+    """Whether each element is neither NaN nor infinite. (x - x == 0 would not do: a fused a*b - x is not 0.)"""
+    return tl.abs(x) < float("inf")

@@ -1,0 +1,126 @@
+"""The definition: attention with the whole score matrix in memory, any device, every feature, float64-capable.
+
+    s = score(softmax_scale * q k^T)      on the keys the mask keeps, -inf elsewhere
+    out = softmax(s, sinks) v             a row with no key is 0
+    lse = log(sum(exp(s)) + exp(sink))    natural log; -inf for a row with neither key nor sink
+
+A key that a query does not attend to contributes nothing to it, not even when it is NaN or infinite; `attended`
+is where that is said. The backward is written out rather than left to autograd because 0 * NaN is NaN there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from sartor.device import Device
+from sartor.kernels.algebra import attended, sink_gradient, working_dtype
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
+from sartor.mods.core import index_tensors
+from sartor.mods.expr import evaluate
+from sartor.problem import Problem
+
+
+def heads_first(x: Operands, p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v as (b, hq, seqlen, dim) in the working dtype, key heads repeated for their group."""
+    dtype = working_dtype(p)
+    q, k, v = (t.transpose(1, 2).to(dtype) for t in (x.q, x.k, x.v))
+    return q, k.repeat_interleave(p.group, 1), v.repeat_interleave(p.group, 1)
+
+
+def scores(p: Problem, x: Operands, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Scores with -inf where masked, the mask, and a function giving d(raw score) from d(score)."""
+    raw = (q @ k.transpose(-1, -2)) * p.softmax_scale  # (b, h, sq, skv)
+    b, h, i, j = index_tensors(p.batch, p.heads_q, p.seqlen_q, p.seqlen_kv, raw.device)
+    symbols = {"b": b, "h": h, "q": i, "kv": j}
+    dtype = raw.dtype
+    aux = tuple(a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in x.aux)
+    keep = torch.ones((), dtype=torch.bool, device=raw.device)
+    if p.program.keep is not None:
+        keep = torch.as_tensor(evaluate(p.program.keep, symbols, aux), device=raw.device)
+    keep = keep.expand(raw.shape)
+    s, slope = raw, None
+    if p.program.score is not None and p.program.dscore is not None:
+        s = evaluate(p.program.score, symbols | {"s": raw}, aux)
+        slope = evaluate(p.program.dscore, symbols | {"s": raw}, aux)
+    return torch.where(keep, s, -torch.inf), keep, slope
+
+
+def weights(x: Operands, s: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(s) with the sinks in the denominator, 0 where masked, and lse."""
+    top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:3], 1), -torch.inf)
+    sink = None if x.sinks is None else x.sinks.to(s.dtype).view(1, -1, 1, 1)
+    top = top if sink is None else torch.maximum(top, sink)
+    base = torch.where(top == -torch.inf, 0, top)
+    p = torch.exp(s - base)
+    total = p.sum(-1, keepdim=True) + (0 if sink is None else torch.exp(sink - base))
+    return torch.where(keep, p / torch.where(total == 0, 1, total), 0), (base + torch.log(total))[..., 0]
+
+
+class Reference:
+    """See the module."""
+
+    name = "reference"
+    family = "reference"
+    backwards = ("reference_backward",)
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """Nothing: it defines the operation."""
+        return []
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """It has no tiles."""
+        return ()
+
+    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse."""
+        p = plan.problem
+        q, k, v = heads_first(x, p)
+        s, keep, _ = scores(p, x, q, k)
+        probabilities, lse = weights(x, s, keep)
+        out = attended(probabilities, v, keep)
+        lse_dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+        return out.transpose(1, 2).to(p.out_dtype), lse.to(lse_dtype)
+
+
+class ReferenceBackward:
+    """Gradients by the textbook: dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q, dV = P^T dO."""
+
+    name = "reference_backward"
+    family = "reference"
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """Nothing: it defines the operation."""
+        return []
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """It has no tiles."""
+        return ()
+
+    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
+        """Gradients, from the inputs alone: what the forward saved is recomputed."""
+        p = plan.problem
+        q, k, v = heads_first(x, p)
+        s, keep, slope = scores(p, x, q, k)
+        probabilities, lse = weights(x, s, keep)
+        dout = saved.dout.transpose(1, 2).to(q.dtype)
+        out = attended(probabilities, v, keep)
+        delta = (dout * out).sum(-1)
+        if saved.dlse is not None:
+            delta = delta - saved.dlse.to(q.dtype)
+        dp = dout @ v.transpose(-1, -2)
+        ds = torch.where(keep, probabilities * (dp - delta[..., None]), 0)
+        draw = (ds if slope is None else torch.where(keep, ds * slope, 0)) * p.softmax_scale
+        dq = attended(draw, k, keep)
+        dk = attended(draw.transpose(-1, -2), q, keep.transpose(-1, -2))
+        dv = attended(probabilities.transpose(-1, -2), dout, keep.transpose(-1, -2))
+        dk, dv = (t.reshape(p.batch, p.heads_kv, p.group, *t.shape[2:]).sum(2) for t in (dk, dv))
+        dq, dk, dv = (t.transpose(1, 2).to(p.dtype) for t in (dq, dk, dv))
+        dbias = None if p.bias_shape is None else ds.sum_to_size(p.bias_shape)
+        return Gradients(dq, dk, dv, dbias, sink_gradient(x, lse, delta))
+
+
+SPEC = Reference()
+BACKWARD_SPEC = ReferenceBackward()

@@ -1,0 +1,129 @@
+"""What a kernel is to the planner: facts, reasons, tiles, and one way to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sartor.device import Device
+from sartor.problem import Problem
+
+
+@dataclass(slots=True)
+class Operands:
+    """The data of one call, in layout (batch, seqlen, heads, dim), views of what the caller passed."""
+
+    q: torch.Tensor  # (b, sq, hq, d)
+    k: torch.Tensor  # (b, skv, hkv, d)
+    v: torch.Tensor  # (b, skv, hkv, dv)
+    sinks: torch.Tensor | None = None  # (hq,)
+    aux: tuple[int | float | torch.Tensor, ...] = ()  # numbers, and tensors broadcastable to (b, hq, sq, skv)
+
+
+class Saved(NamedTuple):
+    """What the backward reads of the forward, and the gradients that arrive."""
+
+    out: torch.Tensor  # (b, sq, hq, dv)
+    lse: torch.Tensor  # (b, hq, sq) float32
+    dout: torch.Tensor  # (b, sq, hq, dv)
+    dlse: torch.Tensor | None  # (b, hq, sq)
+
+
+class Gradients(NamedTuple):
+    """Gradients in the shapes of the inputs; None where the input is absent."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dbias: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The measure a kernel is cut to: rows of queries, rows of keys, warps, pipeline stages.
+
+    `then` is the measure of the second kernel where a pass has two of its own measure (dk and dv, then dq).
+    """
+
+    block_m: int
+    block_n: int
+    warps: int = 4
+    stages: int = 1
+    then: Tile | None = None
+
+    def __str__(self) -> str:
+        after = f", {self.then}" if self.then else ""
+        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}{after}"
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Tile:
+        """From four numbers, or eight for a tile with a second one."""
+        return cls(*numbers[:4], then=cls(*numbers[4:]) if numbers[4:] else None)
+
+
+class KernelSpec(Protocol):
+    """A kernel's facts. `name` is its module, `family` what `kernel=` accepts."""
+
+    name: str
+    family: str
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """Sentences with both numbers; none when the kernel can run."""
+        ...
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """Legal tiles, best guess first; empty for kernels that have none to choose."""
+        ...
+
+
+class Forward(KernelSpec, Protocol):
+    """A forward kernel; `backwards` are the backward kernels it goes with, first choice first."""
+
+    backwards: tuple[str, ...]
+
+    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """out (b, sq, hq, dv) and lse (b, hq, sq), on the current stream."""
+        ...
+
+
+class Backward(KernelSpec, Protocol):
+    """A backward kernel."""
+
+    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
+        """Gradients of every differentiable input, on the current stream."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How one problem will be computed. `cache` is the kernel's own: compiled code, grids, strides."""
+
+    kernel: KernelSpec
+    problem: Problem
+    device: Device
+    tile: Tile | None
+    source: str
+    cache: dict[object, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        tile = f"[{self.tile}]" if self.tile else ""
+        return f"{self.kernel.name}{tile} {self.source}".strip()
+
+
+def heads_outermost(q: torch.Tensor) -> bool:
+    """Whether q (b, sq, hq, d) lies in memory as (b, hq, sq, d)."""
+    return q.shape[1] > 1 and q.shape[2] > 1 and q.stride(2) > q.stride(1)
+
+
+def allocate_out(p: Problem, q: torch.Tensor) -> torch.Tensor:
+    """An uninitialised (b, sq, hq, dv) tensor in the memory order of q: sequence or heads outermost."""
+    if p.out_like_q:
+        return torch.empty_like(q)
+    b, sq, hq, dv = p.batch, p.seqlen_q, p.heads_q, p.dim_v
+    if sq > 1 and hq > 1 and q.stride(2) > q.stride(1):
+        return torch.empty((b, hq, sq, dv), dtype=p.out_dtype, device=q.device).transpose(1, 2)
+    return torch.empty((b, sq, hq, dv), dtype=p.out_dtype, device=q.device)

@@ -1,0 +1,73 @@
+"""PyTorch's fused CPU kernel, where it computes the same thing.
+
+What it gets wrong is refused or repaired here: with a causal mask it gives NaN for scales <= 0, and it multiplies
+masked values by 0, which a NaN survives. An empty problem ends the process (a division by 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from sartor.device import Device
+from sartor.kernels.algebra import spoiled
+from sartor.kernels.spec import Operands, Plan, Tile
+from sartor.mods.core import Program
+from sartor.mods.masks import causal
+from sartor.problem import Problem, name_of
+
+FULL, CAUSAL = Program(), Program.of(causal(), None)[0]
+
+
+class TorchCpu:
+    """See the module."""
+
+    name = "torch_cpu"
+    family = "torch"
+    backwards: tuple[str, ...] = ("blocked_backward",)
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """Sentences, one for each thing that PyTorch's kernel lacks or gets wrong."""
+        lone = p.program in (FULL, CAUSAL)
+        square = p.seqlen_q == p.seqlen_kv
+        rules = (
+            (p.device == "cpu", f"needs tensors on cpu, got {p.device}"),
+            (p.program.score is None, f"needs plain scores, got {p.score_name}"),
+            (p.program.score is not None or lone, f"needs no mask or a causal one, got {p.mask_name}"),
+            (not p.sinks, "needs no sinks, got sinks"),
+            (p.dim == p.dim_v, f"needs equal head dims of q and v, got {p.dim} and {p.dim_v}"),
+            (not p.empty, f"needs a score at least, got batch {p.batch}, lengths {p.seqlen_q} and {p.seqlen_kv}"),
+            (p.out_dtype == p.dtype, f"needs out_dtype {name_of(p.dtype)}, got {name_of(p.out_dtype)}"),
+            (p.program != CAUSAL or square, f"needs equal lengths when causal, got {p.seqlen_q} and {p.seqlen_kv}"),
+            (
+                p.program != CAUSAL or p.softmax_scale > 0,
+                f"needs softmax_scale > 0 when causal, got {p.softmax_scale}: PyTorch gives NaN there",
+            ),
+        )
+        return [reason for fits, reason in rules if not fits]
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """Its tiles are PyTorch's own."""
+        return ()
+
+    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse."""
+        p = plan.problem
+        is_causal = p.program == CAUSAL
+        q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+        repair = is_causal and not bool(v.isfinite().all())
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, torch.where(v.isfinite(), v, 0) if repair else v, 0.0, is_causal, scale=p.softmax_scale
+        )
+        if repair:
+            out = spoiled(out, *(_seen(kind, p.group) for kind in (v.isnan(), v == torch.inf, v == -torch.inf)))
+        return out.transpose(1, 2), lse.contiguous()
+
+
+def _seen(marked: torch.Tensor, group: int) -> torch.Tensor:
+    """Whether row i of a causal mask attends to a marked value: (b, hq, skv, dv) from (b, hkv, skv, dv)."""
+    return (marked.cumsum(2) > 0).repeat_interleave(group, 1)
+
+
+SPEC = TorchCpu()

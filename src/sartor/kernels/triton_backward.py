@@ -1,0 +1,545 @@
+"""The portable backward: recomputation from lse (Dao 2023, algorithm 2) in Triton, without atomics.
+
+Three kernels: `prepare` for delta = rowsum(out * dout) - dlse; then dk and dv, one program per key tile, sweeping query
+tiles; then dq, one program per query tile, sweeping key tiles. Two more products than a backward with atomics, and every result has
+the same bits every time. A fourth kernel sums dbias over the dims the bias was broadcast along.
+
+The first tile is for dk and dv: it holds block_n keys and steps over block_m queries. Its `then` is for dq: it holds
+block_m queries and steps over block_n keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sartor.device import Device
+from sartor.kernels.parts import launch
+from sartor.kernels.algebra import sink_gradient
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
+from sartor.problem import Problem
+
+if launch.available():
+    import triton
+    import triton.language as tl
+
+    from sartor.kernels.parts import codegen, tiles
+    from sartor.kernels.parts.bounds import tile_bounds
+    from sartor.kernels.parts.maths import LOG2_E
+
+    @triton.jit(do_not_specialize=launch.RUNTIME)
+    def prepare_kernel(
+        out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr, out_strides, dout_strides, heads_q, seqlen_q,
+        DIM_V: tl.constexpr, CHUNKS_V: tl.constexpr, DLSE: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """delta (b, hq, sq) = rowsum(out * dout) - dlse, and lse in the log2 domain, +inf for rows without a key."""
+        n_tiles = tl.cdiv(seqlen_q, BLOCK)
+        pid = tl.program_id(0)
+        start, head = pid % n_tiles * BLOCK, pid // n_tiles
+        b, h, first = tl.cast(head // heads_q, tl.int64), tl.cast(head % heads_q, tl.int64), tl.cast(start, tl.int64)
+        o_m = tl.arange(0, BLOCK)
+        out_base = out_ptr + b * out_strides[0] + h * out_strides[1] + first * out_strides[2]
+        dout_base = dout_ptr + b * dout_strides[0] + h * dout_strides[1] + first * dout_strides[2]
+        out = tiles.load_tile(out_base, o_m, out_strides[2], seqlen_q - start, DIM_V, CHUNKS_V, True)
+        dout = tiles.load_tile(dout_base, o_m, dout_strides[2], seqlen_q - start, DIM_V, CHUNKS_V, True)
+        delta = tl.zeros((BLOCK,), tl.float32)
+        for i in tl.static_range(tiles.count(CHUNKS_V)):
+            delta += tl.sum(out[i].to(tl.float32) * dout[i].to(tl.float32), 1)
+        rows = tl.cast(head, tl.int64) * seqlen_q + start + o_m
+        inside = start + o_m < seqlen_q
+        if DLSE:
+            delta -= tl.load(dlse_ptr + rows, mask=inside, other=0.0)
+        tl.store(delta_ptr + rows, delta, mask=inside)
+        lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)
+        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)  # exp2(score - inf) = 0
+        tl.store(lse_log2_ptr + rows, lse, mask=inside)
+
+    @triton.jit
+    def _load_rows(lse_base, delta_base, rows, seqlen_q, BOUNDED: tl.constexpr):
+        """lse (log2) and delta; rows past the end get lse = +inf, which makes their weights 0."""
+        if BOUNDED:
+            inside = rows < seqlen_q
+            lse = tl.load(lse_base + rows, mask=inside, other=float("inf"))
+            return lse, tl.load(delta_base + rows, mask=inside, other=0.0)
+        return tl.load(lse_base + rows), tl.load(delta_base + rows)
+
+    @triton.jit
+    def _gradient_tile(
+        s, dp, lse, delta, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
+        KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, MASKED: tl.constexpr,
+        SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """(weights, d score, d raw score, keep) of a tile; q, kv, lse and delta are broadcastable to it either way up.
+
+        `keep` is looked at where `partial`; SAFE also takes NaN out of what the mask hides.
+        """
+        if PRESCALE:
+            s = s * scale
+        x = s
+        if SCORE is not None:
+            x = SCORE(s, b, h, q, kv, aux, seqlen_q, seqlen_kv)
+        keep = (q < seqlen_q) & (kv < seqlen_kv)
+        if SAFE:
+            if KEEP is not None:
+                keep = keep & KEEP(b, h, q, kv, aux, seqlen_q, seqlen_kv)
+            x = tl.where(keep, x, float("-inf"))
+        elif MASKED:
+            if partial:
+                keep = (q < seqlen_q) & (kv < seqlen_kv)
+                if KEEP is not None:
+                    keep = keep & KEEP(b, h, q, kv, aux, seqlen_q, seqlen_kv)
+                x = tl.where(keep, x, float("-inf"))
+        w = tl.exp2(x * factor - lse)
+        ds = w * (dp - delta)
+        draw = ds
+        if DSCORE is not None:
+            draw = ds * DSCORE(s, b, h, q, kv, aux, seqlen_q, seqlen_kv)
+        if SAFE:
+            keep = tl.broadcast_to(keep, w.shape)
+            w, ds, draw = tl.where(keep, w, 0.0), tl.where(keep, ds, 0.0), tl.where(keep, draw, 0.0)
+        return w, ds, draw, keep
+
+    @triton.jit
+    def _sweep_queries(
+        state, lo, hi, full_lo, full_hi, k_base, v_base, k_stride, v_stride, q_base, dout_base, lse_base, delta_base, q_stride,
+        dout_stride, i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+        KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
+        MASKED: tl.constexpr, BOUNDED: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """Add the query tiles in [lo, hi) of one head to state = (dk, dv). Scores stand transposed, [N, M].
+
+        Rows of queries past the end need no mask: their lse is +inf, so their weights are 0.
+        """
+        dk, dv = state
+        o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        kv = i_n * BLOCK_N + o_n
+        k = tiles.load_tile(k_base, o_n, k_stride, seqlen_kv - i_n * BLOCK_N, DIM, CHUNKS, True)
+        v = tiles.load_tile(v_base, o_n, v_stride, seqlen_kv - i_n * BLOCK_N, DIM_V, CHUNKS_V, True)
+        for start in tl.range(lo, hi, BLOCK_M, num_stages=1 if SAFE else None):
+            first = tl.cast(start, tl.int64)
+            left = seqlen_q - start
+            q = tiles.load_tile(q_base + first * q_stride, o_m, q_stride, left, DIM, CHUNKS, BOUNDED)
+            s = tiles.dot_nt(k, q, CHUNKS, PRECISION)  # [N, D] @ [D, M] -> [N, M]
+            dout = tiles.load_tile(dout_base + first * dout_stride, o_m, dout_stride, left, DIM_V, CHUNKS_V, BOUNDED)
+            dp = tiles.dot_nt(v, dout, CHUNKS_V, PRECISION)  # [N, DV] @ [DV, M] -> [N, M]
+            lse, delta = _load_rows(lse_base, delta_base, start + o_m, seqlen_q, BOUNDED)
+            partial = (start < full_lo) | (start + BLOCK_M > full_hi)
+            w, ds, draw, keep = _gradient_tile(
+                s, dp, lse[None, :], delta[None, :], partial, b, h, (start + o_m)[None, :], kv[:, None], aux,
+                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, SAFE,
+            )  # fmt: skip
+            if SAFE:
+                dv = tiles.add_attended(
+                    dv, w, keep, dout_base, start, dout_stride, seqlen_q, BLOCK_M, DIM_V, CHUNKS_V
+                )  # fmt: skip
+                q = tiles.finite_tile(q, CHUNKS)
+            else:
+                dv = tiles.add_dot(dv, w, dout, CHUNKS_V, PRECISION)  # [N, M] @ [M, DV] -> [N, DV]
+            dk = tiles.add_dot(dk, draw, q, CHUNKS, PRECISION)  # [N, M] @ [M, D] -> [N, D]
+        return dk, dv
+
+    @triton.jit
+    def _dkdv_tile(
+        tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, aux,
+        q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+        heads_q, group, seqlen_q, seqlen_kv,
+        scale, factor,
+        KEEP: tl.constexpr, COLS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
+        MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """dk and dv of one key tile of one key head: the sum over the query heads of its group."""
+        n_tiles = tl.cdiv(seqlen_kv, BLOCK_N)
+        i_n, head = tile % n_tiles, tile // n_tiles
+        heads_kv = heads_q // group
+        b, h_kv = head // heads_kv, head % heads_kv
+        b64, h64, first = tl.cast(b, tl.int64), tl.cast(h_kv, tl.int64), tl.cast(i_n * BLOCK_N, tl.int64)
+        o_n = tl.arange(0, BLOCK_N)
+        left = seqlen_kv - i_n * BLOCK_N
+        k_base = k_ptr + (b64 * k_strides[0] + h64 * k_strides[1] + first * k_strides[2]) * UNIT
+        v_base = v_ptr + (b64 * v_strides[0] + h64 * v_strides[1] + first * v_strides[2]) * UNIT
+        k_stride, v_stride = k_strides[2] * UNIT, v_strides[2] * UNIT
+        q_stride, dout_stride = q_strides[2] * UNIT, dout_strides[2] * UNIT
+        present = tl.minimum(i_n * BLOCK_N + o_n, seqlen_kv - 1)
+
+        state = tiles.zeros(BLOCK_N, CHUNKS), tiles.zeros(BLOCK_N, CHUNKS_V)
+        for g in tl.range(0, group, num_stages=1):
+            h = h_kv * group + g
+            rows = (b64 * heads_q + h) * seqlen_q
+            q_base = q_ptr + (b64 * q_strides[0] + tl.cast(h, tl.int64) * q_strides[1]) * UNIT
+            dout_base = dout_ptr + (b64 * dout_strides[0] + tl.cast(h, tl.int64) * dout_strides[1]) * UNIT
+            lo, hi, full_lo, full_hi = tile_bounds(COLS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_q, BLOCK_M)
+            state = _sweep_queries(
+                state, lo, hi, full_lo, full_hi, k_base, v_base, k_stride, v_stride, q_base, dout_base,
+                lse_log2_ptr + rows, delta_ptr + rows, q_stride, dout_stride, i_n, aux, b, h, seqlen_q, seqlen_kv,
+                scale, factor, KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
+                DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
+            )  # fmt: skip
+        dk, dv = state
+        dk = tiles.scale_tile(dk, scale, CHUNKS)
+        dk_base = dk_ptr + b64 * dk_strides[0] + h64 * dk_strides[1] + first * dk_strides[2]
+        dv_base = dv_ptr + b64 * dv_strides[0] + h64 * dv_strides[1] + first * dv_strides[2]
+        tiles.store_tile(dk_base, o_n, dk_strides[2], left, dk, DIM, CHUNKS)
+        tiles.store_tile(dv_base, o_n, dv_strides[2], left, dv, DIM_V, CHUNKS_V)
+        if KEEP is not None and not SAFE:
+            tl.store(bad_kv_ptr + tile, tiles.has_nonfinite(dk, CHUNKS) + tiles.has_nonfinite(dv, CHUNKS_V))
+
+    @triton.jit(do_not_specialize=launch.RUNTIME)
+    def dkdv_kernel(
+        q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, aux,
+        q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+        batch, heads_q, group, seqlen_q, seqlen_kv,
+        scale, factor,
+        KEEP: tl.constexpr, COLS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
+        MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """A program a tile; or, SAFE, a few programs that compute again with care what came out non-finite."""
+        tile = tl.program_id(0)
+        if SAFE:
+            n_tiles = tl.cdiv(seqlen_kv, BLOCK_N) * (heads_q // group) * batch
+            for again in tl.range(tile, n_tiles, tl.num_programs(0), num_stages=1):
+                if tl.load(bad_kv_ptr + again) != 0:
+                    _dkdv_tile(
+                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, aux,
+                        q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, heads_q, group, seqlen_q, seqlen_kv,
+                        scale, factor, KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
+                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, True,
+                    )  # fmt: skip
+        else:
+            _dkdv_tile(
+                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, aux,
+                q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, heads_q, group, seqlen_q, seqlen_kv,
+                scale, factor, KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
+                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, False,
+            )  # fmt: skip
+
+    @triton.jit
+    def _sweep_keys(
+        dq, lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride, lse, delta, i_m, k_base, v_base, k_stride, v_stride,
+        aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+        KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
+        MASKED: tl.constexpr, BOUNDED: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """Add the key tiles in [lo, hi) to dq."""
+        o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        q_rows = i_m * BLOCK_M + o_m
+        q = tiles.load_tile(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, CHUNKS, True)
+        dout = tiles.load_tile(dout_base, o_m, dout_stride, seqlen_q - i_m * BLOCK_M, DIM_V, CHUNKS_V, True)
+        for start in tl.range(lo, hi, BLOCK_N, num_stages=1 if SAFE else None):
+            first = tl.cast(start, tl.int64)
+            left = seqlen_kv - start
+            k = tiles.load_tile(k_base + first * k_stride, o_n, k_stride, left, DIM, CHUNKS, BOUNDED)
+            s = tiles.dot_nt(q, k, CHUNKS, PRECISION)  # [M, D] @ [D, N] -> [M, N]
+            v = tiles.load_tile(v_base + first * v_stride, o_n, v_stride, left, DIM_V, CHUNKS_V, BOUNDED)
+            dp = tiles.dot_nt(dout, v, CHUNKS_V, PRECISION)  # [M, DV] @ [DV, N] -> [M, N]
+            partial = (start < full_lo) | (start + BLOCK_N > full_hi)
+            w, ds, draw, keep = _gradient_tile(
+                s, dp, lse[:, None], delta[:, None], partial, b, h, q_rows[:, None], (start + o_n)[None, :], aux,
+                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, SAFE,
+            )  # fmt: skip
+            if SAFE:
+                k = tiles.finite_tile(k, CHUNKS)
+            dq = tiles.add_dot(dq, draw, k, CHUNKS, PRECISION)  # [M, N] @ [N, D] -> [M, D]
+        return dq
+
+    @triton.jit
+    def _dq_tile(
+        tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, aux,
+        q_strides, k_strides, v_strides, dout_strides, dq_strides,
+        heads_q, group, seqlen_q, seqlen_kv,
+        scale, factor,
+        KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
+        MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """dq of one query tile of one head."""
+        n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+        i_m, head = n_tiles - 1 - tile % n_tiles, tile // n_tiles
+        b, h = head // heads_q, head % heads_q
+        b64, h64, first = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(i_m * BLOCK_M, tl.int64)
+        o_m = tl.arange(0, BLOCK_M)
+        q_rows = i_m * BLOCK_M + o_m
+        left = seqlen_q - i_m * BLOCK_M
+        q_base = q_ptr + (b64 * q_strides[0] + h64 * q_strides[1] + first * q_strides[2]) * UNIT
+        dout_base = dout_ptr + (b64 * dout_strides[0] + h64 * dout_strides[1] + first * dout_strides[2]) * UNIT
+        k_base = k_ptr + (b64 * k_strides[0] + (h64 // group) * k_strides[1]) * UNIT
+        v_base = v_ptr + (b64 * v_strides[0] + (h64 // group) * v_strides[1]) * UNIT
+        rows = tl.cast(head, tl.int64) * seqlen_q
+        lse, delta = _load_rows(lse_log2_ptr + rows, delta_ptr + rows, q_rows, seqlen_q, True)
+        k_stride, v_stride = k_strides[2] * UNIT, v_strides[2] * UNIT
+        q_stride, dout_stride = q_strides[2] * UNIT, dout_strides[2] * UNIT
+        present = tl.minimum(q_rows, seqlen_q - 1)
+        lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_kv, BLOCK_N)
+
+        dq = _sweep_keys(
+            tiles.zeros(BLOCK_M, CHUNKS), lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride, lse, delta,
+            i_m, k_base, v_base, k_stride, v_stride, aux, b, h, seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE,
+            PRESCALE, PRECISION, MASKED, BOUNDED, DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
+        )  # fmt: skip
+        dq = tiles.scale_tile(dq, scale, CHUNKS)
+        dq_base = dq_ptr + b64 * dq_strides[0] + h64 * dq_strides[1] + first * dq_strides[2]
+        tiles.store_tile(dq_base, o_m, dq_strides[2], left, dq, DIM, CHUNKS)
+        if KEEP is not None and not SAFE:
+            tl.store(bad_q_ptr + tile, tiles.has_nonfinite(dq, CHUNKS))
+
+    @triton.jit(do_not_specialize=launch.RUNTIME)
+    def dq_kernel(
+        q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, aux,
+        q_strides, k_strides, v_strides, dout_strides, dq_strides,
+        batch, heads_q, group, seqlen_q, seqlen_kv,
+        scale, factor,
+        KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
+        MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """A program a tile; or, SAFE, a few programs that compute again with care what came out non-finite."""
+        tile = tl.program_id(0)
+        if SAFE:
+            n_tiles = tl.cdiv(seqlen_q, BLOCK_M) * (heads_q) * batch
+            for again in tl.range(tile, n_tiles, tl.num_programs(0), num_stages=1):
+                if tl.load(bad_q_ptr + again) != 0:
+                    _dq_tile(
+                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, aux,
+                        q_strides, k_strides, v_strides, dout_strides, dq_strides, heads_q, group, seqlen_q, seqlen_kv,
+                        scale, factor, KEEP, ROWS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
+                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, True,
+                    )  # fmt: skip
+        else:
+            _dq_tile(
+                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, aux,
+                q_strides, k_strides, v_strides, dout_strides, dq_strides, heads_q, group, seqlen_q, seqlen_kv,
+                scale, factor, KEEP, ROWS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
+                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, False,
+            )  # fmt: skip
+
+    @triton.jit(do_not_specialize=launch.RUNTIME)
+    def dbias_kernel(
+        q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_log2_ptr, delta_ptr, aux,
+        q_strides, k_strides, v_strides, dout_strides,
+        batch, heads_q, group, seqlen_q, seqlen_kv,
+        scale, factor,
+        KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
+        OVER: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ):  # fmt: skip
+        """One tile of dbias, summed over the dims it is broadcast along: OVER says which of (b, h, q, kv)."""
+        tiles_m, tiles_n = tl.cdiv(seqlen_q, BLOCK_M), tl.cdiv(seqlen_kv, BLOCK_N)
+        pid = tl.cast(tl.program_id(0), tl.int64)
+        n_b, n_h, n_m, n_n = 1, 1, 1, 1  # how many of each this program adds up
+        i_b, i_h, i_m, i_n = pid * 0, pid * 0, pid * 0, pid * 0
+        if tiles.flag(OVER, 3):
+            n_n = tiles_n
+        else:
+            i_n = pid % tiles_n
+            pid = pid // tiles_n
+        if tiles.flag(OVER, 2):
+            n_m = tiles_m
+        else:
+            i_m = pid % tiles_m
+            pid = pid // tiles_m
+        if tiles.flag(OVER, 1):
+            n_h = heads_q
+        else:
+            i_h = pid % heads_q
+            pid = pid // heads_q
+        if tiles.flag(OVER, 0):
+            n_b = batch
+        else:
+            i_b = pid
+        o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in tl.range(0, n_b * n_h * n_m * n_n, num_stages=1):
+            tile_n = i_n + step % n_n
+            tile_m = i_m + step // n_n % n_m
+            h = i_h + step // (n_n * n_m) % n_h
+            b = i_b + step // (n_n * n_m * n_h)
+            q_rows, kv = tl.cast(tile_m * BLOCK_M, tl.int32) + o_m, tl.cast(tile_n * BLOCK_N, tl.int32) + o_n
+            q_base = q_ptr + (b * q_strides[0] + h * q_strides[1] + tile_m * BLOCK_M * q_strides[2]) * UNIT
+            do_base = dout_ptr + (b * dout_strides[0] + h * dout_strides[1] + tile_m * BLOCK_M * dout_strides[2]) * UNIT
+            k_base = k_ptr + (b * k_strides[0] + h // group * k_strides[1] + tile_n * BLOCK_N * k_strides[2]) * UNIT
+            v_base = v_ptr + (b * v_strides[0] + h // group * v_strides[1] + tile_n * BLOCK_N * v_strides[2]) * UNIT
+            left_m, left_n = seqlen_q - tile_m * BLOCK_M, seqlen_kv - tile_n * BLOCK_N
+            q = tiles.load_tile(q_base, o_m, q_strides[2] * UNIT, left_m, DIM, CHUNKS, True)
+            dout = tiles.load_tile(do_base, o_m, dout_strides[2] * UNIT, left_m, DIM_V, CHUNKS_V, True)
+            k = tiles.load_tile(k_base, o_n, k_strides[2] * UNIT, left_n, DIM, CHUNKS, True)
+            v = tiles.load_tile(v_base, o_n, v_strides[2] * UNIT, left_n, DIM_V, CHUNKS_V, True)
+            s = tiles.dot_nt(q, k, CHUNKS, PRECISION)
+            dp = tiles.dot_nt(dout, v, CHUNKS_V, PRECISION)
+            rows = (b * heads_q + h) * seqlen_q
+            lse, delta = _load_rows(lse_log2_ptr + rows, delta_ptr + rows, q_rows, seqlen_q, True)
+            w, ds, draw, keep = _gradient_tile(
+                s, dp, lse[:, None], delta[:, None], True, b, h, q_rows[:, None], kv[None, :], aux,
+                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, True, True,
+            )  # fmt: skip
+            total += ds
+        _store_dbias(dbias_ptr, total, i_b, i_h, i_m * BLOCK_M + o_m, i_n * BLOCK_N + o_n, heads_q, seqlen_q, seqlen_kv, OVER)
+
+    @triton.jit
+    def _store_dbias(ptr, total, b, h, q, kv, heads_q, seqlen_q, seqlen_kv, OVER: tl.constexpr):
+        """Sum the tile along broadcast dims and store it into the contiguous float32 dbias."""
+        size_q, size_kv, size_h = seqlen_q, seqlen_kv, heads_q
+        if tiles.flag(OVER, 1):
+            size_h = 1
+        if tiles.flag(OVER, 2):
+            size_q = 1
+        if tiles.flag(OVER, 3):
+            size_kv = 1
+        base = ptr + (b * size_h + h) * size_q * size_kv
+        if tiles.flag(OVER, 2) and tiles.flag(OVER, 3):
+            tl.store(base, tl.sum(tl.sum(total, 1), 0))
+        elif tiles.flag(OVER, 2):
+            tl.store(base + kv, tl.sum(total, 0), mask=kv < seqlen_kv)
+        elif tiles.flag(OVER, 3):
+            tl.store(base + q, tl.sum(total, 1), mask=q < seqlen_q)
+        else:
+            inside = (q[:, None] < seqlen_q) & (kv[None, :] < seqlen_kv)
+            tl.store(base + tl.cast(q, tl.int64)[:, None] * seqlen_kv + kv[None, :], total, mask=inside)
+
+
+class TritonBackward:
+    """See the module."""
+
+    name = "triton_backward"
+    family = "triton"
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """What every Triton kernel needs; this one serves every dense problem."""
+        return launch.reasons(p, dev)
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """Tiles that fit shared memory and registers, best guess first; the same measure for dk, dv and for dq."""
+        d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
+        small = p.dtype == torch.float32
+        for stepped, held, warps in itertools.product((64, 32, 16, 128), (128, 64, 32, 16), (8, 4)):
+            accumulators = held * (d + dv + 2 * stepped) // (32 * warps)  # float32 registers a thread
+            if accumulators > (128 if small else 200) or held < 16 * warps // 4 or (small and stepped * held > 2048):
+                continue
+            for stages in (2, 3, 1):
+                if self.smem_bytes(p, stepped, held, stages) <= launch.room(dev):
+                    yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
+
+    def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
+        """Whether a tuned pair of tiles is legal: each of them is, for both kernels."""
+        legal = set(self.tiles(p, dev))
+        first = Tile(tile.block_m, tile.block_n, tile.warps, tile.stages)
+        turned = tile.then and Tile(tile.then.block_n, tile.then.block_m, tile.then.warps, tile.then.stages)
+        alone = {Tile(t.block_m, t.block_n, t.warps, t.stages) for t in legal}
+        return first in alone and turned in alone
+
+    def smem_bytes(self, p: Problem, stepped: int, held: int, stages: int) -> int:
+        """Upper estimate of shared memory: held tiles, stepped tiles per stage, two score tiles."""
+        size = p.dtype.itemsize
+        d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
+        return size * ((d + dv) * (held + stages * stepped) + 2 * stepped * held)
+
+    def launches(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
+        """The launches of one call; `work` is `workspace`. Meta tensors will do, for compiling without a GPU."""
+        p, tile, dev = plan.problem, plan.tile, plan.device
+        assert tile is not None and tile.then is not None
+        per = launch.unit(x.q, x.k, x.v, work["dout"])
+        shared = launch.common(plan, x) | {
+            "q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "dout_ptr": work["dout"],
+            "lse_log2_ptr": work["lse_log2"], "delta_ptr": work["delta"],
+            "q_strides": launch.strides(x.q, per), "k_strides": launch.strides(x.k, per),
+            "v_strides": launch.strides(x.v, per), "dout_strides": launch.strides(work["dout"], per),
+            "DSCORE": codegen.build(p.program).dscore, "DIM": p.dim, "DIM_V": p.dim_v,
+            "CHUNKS": tiles.chunks(p.dim), "CHUNKS_V": tiles.chunks(p.dim_v), "UNIT": per,
+        }  # fmt: skip
+        steps = [self._prepare(p, saved, work), self._dkdv(p, tile, shared, work)]
+        steps += [steps[-1].careful(dev)] if p.program.keep is not None else []
+        steps += [self._dq(p, tile.then, shared, work)]
+        steps += [steps[-1].careful(dev)] if p.program.keep is not None else []
+        if p.bias_shape is not None:
+            steps.append(self._dbias(p, tile, shared, work))
+        return steps
+
+    def _prepare(self, p: Problem, saved: Saved, work: dict[str, torch.Tensor]) -> launch.Launch:
+        block = 32 if max(p.dim_v, 16) > 128 else 64
+        arguments = {
+            "out_ptr": saved.out, "dout_ptr": work["dout"], "lse_ptr": saved.lse, "dlse_ptr": work["dlse"],
+            "delta_ptr": work["delta"], "lse_log2_ptr": work["lse_log2"],
+            "out_strides": launch.strides(saved.out), "dout_strides": launch.strides(work["dout"]),
+            "heads_q": p.heads_q, "seqlen_q": p.seqlen_q, "DIM_V": p.dim_v, "CHUNKS_V": tiles.chunks(p.dim_v),
+            "DLSE": saved.dlse is not None, "BLOCK": block,
+        }  # fmt: skip
+        grid = p.batch * p.heads_q * -(-p.seqlen_q // block)
+        return launch.Launch("prepare", prepare_kernel, grid, launch.in_order(prepare_kernel, arguments), Tile(block, 1))
+
+    def _dkdv(self, p: Problem, tile: Tile, shared: dict[str, Any], work: dict[str, torch.Tensor]) -> launch.Launch:
+        uneven = p.seqlen_q % tile.block_m != 0
+        arguments = shared | {
+            "MASKED": p.program.keep is not None, "BOUNDED": uneven,
+            "dk_ptr": work["dk"], "dv_ptr": work["dv"], "bad_kv_ptr": work["bad_kv"],
+            "dk_strides": launch.strides(work["dk"]), "dv_strides": launch.strides(work["dv"]),
+            "COLS": codegen.build(p.program).cols, "SAFE": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        }  # fmt: skip
+        grid = p.batch * p.heads_kv * -(-p.seqlen_kv // tile.block_n)
+        return launch.Launch("dkdv", dkdv_kernel, grid, launch.in_order(dkdv_kernel, arguments), tile)
+
+    def _dq(self, p: Problem, tile: Tile, shared: dict[str, Any], work: dict[str, torch.Tensor]) -> launch.Launch:
+        uneven = p.seqlen_kv % tile.block_n != 0
+        arguments = shared | {
+            "MASKED": uneven or p.program.keep is not None, "BOUNDED": uneven,
+            "dq_ptr": work["dq"], "dq_strides": launch.strides(work["dq"]), "bad_q_ptr": work["bad_q"],
+            "ROWS": codegen.build(p.program).rows, "SAFE": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        }  # fmt: skip
+        grid = p.batch * p.heads_q * -(-p.seqlen_q // tile.block_m)
+        return launch.Launch("dq", dq_kernel, grid, launch.in_order(dq_kernel, arguments), tile)
+
+    def _dbias(self, p: Problem, tile: Tile, shared: dict[str, Any], work: dict[str, torch.Tensor]) -> launch.Launch:
+        assert p.bias_shape is not None
+        block_m, block_n = min(tile.block_m, 64), min(tile.block_n, 64)
+        over = tuple(n == 1 for n in p.bias_shape)
+        arguments = shared | {"dbias_ptr": work["dbias"], "OVER": over, "BLOCK_M": block_m, "BLOCK_N": block_n}
+        grid = 1
+        counts = p.batch, p.heads_q, -(-p.seqlen_q // block_m), -(-p.seqlen_kv // block_n)
+        for count, summed in zip(counts, over, strict=True):
+            grid *= 1 if summed else count
+        return launch.Launch("dbias", dbias_kernel, grid, launch.in_order(dbias_kernel, arguments), replace(tile, stages=1))
+
+    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
+        """dq, dk, dv, dbias, dsinks."""
+        work = self.workspace(plan.problem, x, saved)
+        if plan.problem.program.has_tensors or not launch.again(self.changed(x, saved, work), plan.cache):
+            launch.run(self.launches(plan, x, saved, work), plan.cache)
+        dsinks = sink_gradient(x, saved.lse, work["delta"])
+        return Gradients(work["dq"], work["dk"], work["dv"], work.get("dbias"), dsinks)
+
+    def changed(self, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The arguments of `launches` that are tensors of one call. prepare's lse is the forward's, the others' is not."""
+        names = ("dout", "dq", "dk", "dv", "dlse", "dbias", "delta", "lse_log2")
+        changed = {f"{name}_ptr": work[name] for name in names if name in work}
+        changed |= {"q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "out_ptr": saved.out, "lse_ptr": saved.lse}
+        return changed | {"bad_q_ptr": work["bad_q"], "bad_kv_ptr": work["bad_kv"]}
+
+    def workspace(self, p: Problem, x: Operands, saved: Saved) -> dict[str, torch.Tensor]:
+        """Gradients to fill, delta, lse in the log2 domain, and dout as the products want it: the inputs' dtype, dense
+        in the last dim. `bad_q` and `bad_kv` mark the tiles to compute again."""
+        dout = saved.dout.to(p.dtype)
+        work = {"dout": dout if dout.stride(3) == 1 else dout.contiguous()}
+        work |= {"delta": torch.empty_like(saved.lse), "lse_log2": torch.empty_like(saved.lse)}
+        work |= {"dq": torch.empty_like(x.q), "dk": torch.empty_like(x.k), "dv": torch.empty_like(x.v)}
+        work["dlse"] = work["delta"] if saved.dlse is None else saved.dlse.contiguous()
+        work["bad_q"] = work["bad_kv"] = work["delta"]
+        if p.program.keep is not None:  # tiles have 16 rows at least
+            for name, heads, length in (("bad_q", p.heads_q, p.seqlen_q), ("bad_kv", p.heads_kv, p.seqlen_kv)):
+                work[name] = torch.empty(p.batch * heads * -(-length // 16), dtype=torch.int32, device=x.q.device)
+        if p.bias_shape is not None:
+            work["dbias"] = torch.empty(p.bias_shape, dtype=torch.float32, device=x.q.device)
+        return work
+
+
+SPEC = TritonBackward()

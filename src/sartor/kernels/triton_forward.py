@@ -1,0 +1,247 @@
+"""The portable forward: FlashAttention-2's loop order in Triton, cut to the exact head dim.
+
+One program computes BLOCK_M rows of one head, sweeping the key tiles that its mask does not empty; a uniform branch
+skips the mask in full tiles (cheaper than sweeps of their own, each of which would fill its pipeline anew). Softmax is
+online, in the log2 domain; the output is normalised once at the end (Dao 2023, section 3.1).
+
+A masked key whose value is NaN would reach its row through 0 * NaN. Checking every value tile would cost every call, so
+a program marks its tile when the result is not finite, and a second launch computes the marked tiles again, with care.
+Inside one launch the careful code would cost the fast code its registers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+import torch
+
+from sartor.device import Device
+from sartor.kernels.parts import launch
+from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
+from sartor.problem import Problem
+
+if launch.available():
+    import triton
+    import triton.language as tl
+
+    from sartor.kernels.parts import codegen, tiles
+    from sartor.kernels.parts.bounds import tile_bounds
+    from sartor.kernels.parts.maths import LN_2, LOG2_E
+
+    @triton.jit
+    def _sweep(
+        state, lo, hi, full_lo, full_hi, q_base, q_stride, i_m,
+        k_base, v_base, k_stride, v_stride, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+        KEEP: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """Fold the key tiles in [lo, hi) into state = (m, l, acc): running maximum (log2), sum and output. Only tiles
+        outside [full_lo, full_hi) look at the mask."""
+        m, l, acc = state
+        o_m, o_kv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        q_rows = i_m * BLOCK_M + o_m
+        q = tiles.load_tile(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, CHUNKS, True)
+        for start in tl.range(lo, hi, BLOCK_N, num_stages=1 if SAFE else None):
+            k_rows = k_base + tl.cast(start, tl.int64) * k_stride
+            v_rows = v_base + tl.cast(start, tl.int64) * v_stride
+            kv = start + o_kv
+            k = tiles.load_tile(k_rows, o_kv, k_stride, seqlen_kv - start, DIM, CHUNKS, BOUNDED)
+            s = tiles.dot_nt(q, k, CHUNKS, PRECISION)  # [M, D] @ [D, N] -> [M, N]
+            if PRESCALE:
+                s = s * scale
+            if SCORE is not None:
+                s = SCORE(s, b, h, q_rows[:, None], kv[None, :], aux, seqlen_q, seqlen_kv)
+            if MASKED:
+                if (start < full_lo) | (start + BLOCK_N > full_hi):
+                    keep = kv[None, :] < seqlen_kv
+                    if KEEP is not None:
+                        keep = keep & KEEP(b, h, q_rows[:, None], kv[None, :], aux, seqlen_q, seqlen_kv)
+                    s = tl.where(keep, s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1) * factor)
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows without a key so far
+            w = tl.exp2(s * factor - base[:, None])
+            alpha = tl.exp2(m - base)
+            l = l * alpha + tl.sum(w, 1)
+            acc = tiles.scale_tile(acc, alpha[:, None], CHUNKS_V)
+            if SAFE:
+                keep = tl.broadcast_to(kv[None, :] < seqlen_kv, w.shape)
+                keep = keep & KEEP(b, h, q_rows[:, None], kv[None, :], aux, seqlen_q, seqlen_kv)
+                acc = tiles.add_attended(
+                    acc, w, keep, v_base, start, v_stride, seqlen_kv, BLOCK_N, DIM_V, CHUNKS_V
+                )  # fmt: skip
+            else:
+                v = tiles.load_tile(v_rows, o_kv, v_stride, seqlen_kv - start, DIM_V, CHUNKS_V, BOUNDED)
+                acc = tiles.add_dot(acc, w, v, CHUNKS_V, PRECISION)  # [M, N] @ [N, DV] -> [M, DV]
+            m = m_new
+        return m, l, acc
+
+    @triton.jit
+    def _finish(state, sink, CHUNKS_V: tl.constexpr, SINKS: tl.constexpr):
+        """Normalised output tile and natural-log lse; `sink` is one more logit of the row."""
+        m, l, acc = state
+        if SINKS:
+            top = tl.maximum(m, sink * LOG2_E)
+            base = tl.where(top == float("-inf"), 0.0, top)
+            alpha = tl.exp2(m - base)
+            l = l * alpha + tl.exp2(sink * LOG2_E - base)
+            acc = tiles.scale_tile(acc, alpha[:, None], CHUNKS_V)
+            m = top
+        inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
+        return tiles.scale_tile(acc, inverse[:, None], CHUNKS_V), (m + tl.log2(l)) * LN_2
+
+    @triton.jit
+    def _forward_tile(
+        tile, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, aux,
+        q_strides, k_strides, v_strides, out_strides,
+        heads_q, group, seqlen_q, seqlen_kv,
+        scale, factor,
+        KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, SINKS: tl.constexpr,
+        PRECISION: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """One q tile of one head. Tiles of a head are neighbours in launch order, so its keys stay in L2; the last
+        tile, which a causal mask makes the longest, goes first."""
+        n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+        i_m = n_tiles - 1 - tile % n_tiles
+        head = tile // n_tiles
+        b, h = head // heads_q, head % heads_q
+        b64, h64, first = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(i_m * BLOCK_M, tl.int64)
+        k_base = k_ptr + (b64 * k_strides[0] + (h64 // group) * k_strides[1]) * UNIT
+        v_base = v_ptr + (b64 * v_strides[0] + (h64 // group) * v_strides[1]) * UNIT
+        q_base = q_ptr + (b64 * q_strides[0] + h64 * q_strides[1] + first * q_strides[2]) * UNIT
+        out_base = out_ptr + (b64 * out_strides[0] + h64 * out_strides[1] + first * out_strides[2]) * OUT_UNIT
+        q_stride, k_stride, v_stride = q_strides[2] * UNIT, k_strides[2] * UNIT, v_strides[2] * UNIT
+
+        o_m = tl.arange(0, BLOCK_M)
+        q_rows = i_m * BLOCK_M + o_m
+        present = tl.minimum(q_rows, seqlen_q - 1)
+        lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_kv, BLOCK_N)
+        state = (
+            tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32),
+            tiles.zeros(BLOCK_M, CHUNKS_V),
+        )  # fmt: skip
+        state = _sweep(
+            state, lo, hi, full_lo, full_hi, q_base, q_stride, i_m,
+            k_base, v_base, k_stride, v_stride, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+            KEEP, SCORE, PRESCALE, PRECISION, MASKED, BOUNDED, DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
+        )  # fmt: skip
+        sink = 0.0
+        if SINKS:
+            sink = tl.load(sinks_ptr + h).to(tl.float32)
+        out, lse = _finish(state, sink, CHUNKS_V, SINKS)
+        tiles.store_tile(out_base, o_m, out_strides[2] * OUT_UNIT, seqlen_q - i_m * BLOCK_M, out, DIM_V, CHUNKS_V)
+        tl.store(lse_ptr + tl.cast(head, tl.int64) * seqlen_q + q_rows, lse, mask=q_rows < seqlen_q)
+        if KEEP is not None and not SAFE:
+            tl.store(bad_ptr + tile, tiles.has_nonfinite(out, CHUNKS_V))
+
+    @triton.jit(do_not_specialize=launch.RUNTIME)
+    def forward_kernel(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, aux,
+        q_strides, k_strides, v_strides, out_strides,
+        batch, heads_q, group, seqlen_q, seqlen_kv,
+        scale, factor,
+        KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, SINKS: tl.constexpr,
+        PRECISION: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """A program a tile; or, SAFE, a few programs that compute again with care what came out non-finite."""
+        tile = tl.program_id(0)
+        if SAFE:
+            n_tiles = tl.cdiv(seqlen_q, BLOCK_M) * heads_q * batch
+            for again in tl.range(tile, n_tiles, tl.num_programs(0), num_stages=1):
+                if tl.load(bad_ptr + again) != 0:
+                    _forward_tile(
+                        again, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, aux,
+                        q_strides, k_strides, v_strides, out_strides, heads_q, group, seqlen_q, seqlen_kv,
+                        scale, factor, KEEP, ROWS, SCORE, PRESCALE, SINKS, PRECISION, MASKED, BOUNDED,
+                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, True,
+                    )  # fmt: skip
+        else:
+            _forward_tile(
+                tile, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, aux,
+                q_strides, k_strides, v_strides, out_strides, heads_q, group, seqlen_q, seqlen_kv,
+                scale, factor, KEEP, ROWS, SCORE, PRESCALE, SINKS, PRECISION, MASKED, BOUNDED,
+                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, False,
+            )  # fmt: skip
+
+
+class TritonForward:
+    """See the module."""
+
+    name = "triton_forward"
+    family = "triton"
+    backwards = ("triton_backward",)
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """What every Triton kernel needs; this one serves every dense problem."""
+        return launch.reasons(p, dev)
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """Tiles that fit shared memory and registers, best guess first."""
+        wide = 16 * -(-max(p.dim, p.dim_v) // 16)
+        small = p.dtype == torch.float32
+        for block_m, block_n, warps in itertools.product((128, 64, 32, 16), (64, 128, 32, 16), (8, 4)):
+            accumulators = block_m * (wide + block_n) // (32 * warps)  # float32 registers a thread
+            if accumulators > (100 if small else 168) or block_m < 16 * warps // 2 or (small and block_m * block_n > 4096):
+                continue
+            if dev.arch >= 90 and not small and block_m < 64 and wide <= 256:
+                continue  # wgmma multiplies 64 rows at a time
+            for stages in (3, 2, 4, 1):
+                if self.smem_bytes(p, block_m, block_n, stages) <= launch.room(dev):
+                    yield Tile(block_m, block_n, warps, stages)
+
+    def smem_bytes(self, p: Problem, block_m: int, block_n: int, stages: int) -> int:
+        """Upper estimate of shared memory: the q tile, and key and value tiles for every stage."""
+        size = p.dtype.itemsize
+        d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
+        return size * (block_m * d + stages * block_n * (d + dv)) + (block_m * block_n * size if stages == 1 else 0)
+
+    def launches(self, plan: Plan, x: Operands, out: torch.Tensor, lse: torch.Tensor) -> list[launch.Launch]:
+        """The launches of one call; tensors may be meta tensors, for compiling without a GPU."""
+        p, tile = plan.problem, plan.tile
+        assert tile is not None
+        grid = -(-p.seqlen_q // tile.block_m) * p.heads_q * p.batch
+        masked = p.program.keep is not None
+        bad = self.marks(plan, x.q) if masked else lse
+        per, out_per = launch.unit(x.q, x.k, x.v), launch.unit(out)
+        arguments = launch.common(plan, x) | {
+            "q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "out_ptr": out, "lse_ptr": lse, "bad_ptr": bad,
+            "sinks_ptr": lse if x.sinks is None else x.sinks,
+            "q_strides": launch.strides(x.q, per), "k_strides": launch.strides(x.k, per),
+            "v_strides": launch.strides(x.v, per), "out_strides": launch.strides(out, out_per),
+            "ROWS": codegen.build(p.program).rows, "SINKS": x.sinks is not None,
+            "MASKED": masked or p.seqlen_kv % tile.block_n != 0, "BOUNDED": p.seqlen_kv % tile.block_n != 0,
+            "DIM": p.dim, "DIM_V": p.dim_v, "CHUNKS": tiles.chunks(p.dim), "CHUNKS_V": tiles.wide_chunks(p.dim_v),
+            "UNIT": per, "OUT_UNIT": out_per, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SAFE": False,
+        }  # fmt: skip
+        step = launch.Launch("forward", forward_kernel, grid, launch.in_order(forward_kernel, arguments), tile)
+        return [step, step.careful(plan.device)] if masked else [step]
+
+    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """out (b, sq, hq, dv) and lse (b, hq, sq)."""
+        p = plan.problem
+        out = allocate_out(p, x.q)
+        lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32, device=x.q.device)
+        changed = {"q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "out_ptr": out, "lse_ptr": lse}
+        if p.program.keep is not None:
+            changed["bad_ptr"] = self.marks(plan, x.q)
+        if x.sinks is not None:
+            changed["sinks_ptr"] = x.sinks
+        if p.program.has_tensors:
+            changed["aux"] = codegen.aux_arguments(x.aux, p.program)
+        if not launch.again(changed, plan.cache):
+            launch.run(self.launches(plan, x, out, lse), plan.cache)
+        return out, lse
+
+    def marks(self, plan: Plan, like: torch.Tensor) -> torch.Tensor:
+        """Room for one mark a tile: whether it came out non-finite."""
+        p, tile = plan.problem, plan.tile
+        assert tile is not None
+        n = -(-p.seqlen_q // tile.block_m) * p.heads_q * p.batch
+        return torch.empty(n, dtype=torch.int32, device=like.device)
+
+
+SPEC = TritonForward()

@@ -1,0 +1,1 @@
+"""The lab: workloads, providers, one timer, records, and the tables and plots made of records."""

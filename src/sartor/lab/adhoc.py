@@ -1,0 +1,116 @@
+"""Problems and suites from command-line flags."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import sartor
+from sartor.device import ARCHITECTURES, Device
+from sartor.lab import providers, suites
+from sartor.lab.suites import Suite
+from sartor.lab.workloads import MODES, Inputs, Workload
+
+MASKS = {"yes": "causal", "no": "full", "both": "full,causal"}
+
+
+def number(text: str, flag: str) -> int:
+    """`4k` is 4096."""
+    scale = 1024 if text.lower().endswith("k") else 1
+    digits = text[:-1] if scale == 1024 else text
+    if not digits.isdigit() or int(digits) == 0:
+        raise ValueError(f"--{flag} must be a positive number such as 512 or 4k, got {text!r}")
+    return int(digits) * scale
+
+
+def pair(text: str, flag: str) -> tuple[int, int]:
+    """`192/128` is two numbers, `128` twice the same."""
+    parts = [number(part, flag) for part in text.split("/")]
+    if len(parts) > 2:
+        raise ValueError(f"--{flag} must be one number or two as A/B, got {text!r}")
+    return parts[0], parts[-1]
+
+
+def suite(name: str, quick: bool, device: torch.device, batch: int, flags: dict[str, str]) -> Suite:
+    """The suite asked for: by name, the quick one of this machine, or one made of ad-hoc flags."""
+    asked = [bool(name), quick, bool(flags) or batch > 0]
+    if sum(asked) != 1:
+        raise ValueError("say one of --suite NAME, --quick, or ad-hoc flags such as --dim 64 --seqlen 1k")
+    if quick:
+        name = "quick-gpu" if device.type == "cuda" else "quick-cpu"
+    return suites.load(name) if name else _adhoc(device, batch, flags)
+
+
+def _adhoc(device: torch.device, batch: int, flags: dict[str, str]) -> Suite:
+    gpu = device.type == "cuda"
+    texts = {"dim": "128" if gpu else "64", "seqlen": "4k" if gpu else "1k", "dtype": "bfloat16" if gpu else "float32"}
+    texts |= flags
+    masks = texts.get("mask") or MASKS.get(texts.get("causal", "no"))
+    if masks is None:
+        raise ValueError(f"--causal must be yes, no or both, got {texts['causal']!r}")
+    who = ("sartor", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient") if gpu else ("sartor", "sdpa", "eager")
+    cases = []
+    for dtype in texts["dtype"].split(","):
+        for mask in masks.split(","):
+            for d, dv in (pair(t, "dim") for t in texts["dim"].split(",")):
+                hq, hkv = pair(texts.get("heads") or str(max(1, (2048 if gpu else 256) // d)), "heads")
+                for sq, skv in (pair(t, "seqlen") for t in texts["seqlen"].split(",")):
+                    b = batch or max(1, (16384 if gpu else 1024) // max(sq, 256))
+                    cases.append((Workload(b, hq, hkv, sq, skv, d, dv, dtype, mask), who))
+    return Suite("adhoc", "from the command line", who[1], tuple(cases), ("grid",))
+
+
+def narrow(chosen: Suite, who: str, modes: str) -> Suite:
+    """Only these providers and modes; an ad-hoc suite takes the modes as its own."""
+    names = [n for n in who.split(",") if n]
+    for n in names:
+        providers.get(n)
+    wanted = [m for m in modes.split(",") if m]
+    for m in wanted:
+        if m not in MODES:
+            raise ValueError(f"--modes must be among {', '.join(MODES)}, got {m!r}")
+    if chosen.name == "adhoc" and wanted:
+        cases = tuple((replace(w, mode=m), p) for m in wanted for w, p in chosen.cases)
+        chosen = replace(chosen, cases=cases)
+    return chosen.narrowed(names, wanted)
+
+
+def walk(batch: int, sizes: tuple[str, str, str], dtype: str, mask: str, kernel: str, device: str) -> Any:
+    """The explanation of one problem; tensors without data, so that any size and any architecture will do."""
+    (hq, hkv), (sq, skv), (d, dv) = (pair(t, f) for t, f in zip(sizes, ("heads", "seqlen", "dim"), strict=True))
+    w = Workload(batch, hq, hkv, sq, skv, d, dv, dtype, mask)
+    x = _meta(w)
+    return sartor.explain(x.q, x.k, x.v, kernel=kernel, device=_target(device), **providers.options(w, x))
+
+
+def _target(name: str) -> Device:
+    if name.startswith("sm"):
+        arch = int(name[2:].lstrip("_") or 0) if name[2:].lstrip("_").isdigit() else 0
+        if arch not in ARCHITECTURES:
+            raise ValueError(f"--device must be among {', '.join(f'sm{a}' for a in ARCHITECTURES)}, got {name!r}")
+        return ARCHITECTURES[arch]
+    if name in ("", "cuda") and torch.cuda.is_available():
+        return Device.of(torch.device("cuda"))
+    if name not in ("", "cpu"):
+        raise ValueError(f"--device must be cpu, cuda where there is a GPU, or smNN, got {name!r}")
+    return Device.of(torch.device("cpu"))
+
+
+def _meta(w: Workload) -> Inputs:
+    """Tensors of a workload's shapes without data."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=w.torch_dtype, device="meta")
+
+    q = empty(w.batch, w.heads_q, w.seqlen_q, w.dim)
+    k, v = (empty(w.batch, w.heads_kv, w.seqlen_kv, d) for d in (w.dim, w.dim_v))
+    x = Inputs(q, k, v, q)
+    if w.pattern.document:
+        x.ids = torch.empty((1, w.seqlen_kv), dtype=torch.int32, device="meta")
+    if w.pattern.bias:
+        x.bias = empty(1, w.heads_q, w.seqlen_q, w.seqlen_kv)
+    if w.pattern.tensor:
+        x.keep = torch.empty((1, 1, w.seqlen_q, w.seqlen_kv), dtype=torch.bool, device="meta")
+    return x

@@ -1,0 +1,148 @@
+"""The bench: for each workload prepare every provider, check it, measure its memory, then time all of them together."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+import sartor
+from sartor.errors import Unsupported
+from sartor.lab import accuracy, providers, roofline
+from sartor.lab.memory import peak_mib
+from sartor.lab.records import Record, Run, sm_clock_mhz
+from sartor.lab.suites import Suite
+from sartor.lab.timing import Budget, interleave
+from sartor.lab.workloads import Inputs, Workload
+
+OOM = "out of memory"
+PATHS = re.compile(r"(/[\w.\-]+)+/")  # a record does not name a machine's folders
+
+
+@dataclass
+class Session:
+    """One process measuring one suite on one device."""
+
+    run: Run
+    device: torch.device
+    budget: Budget = field(default_factory=Budget)
+    check: bool = True
+    max_seconds: float = float("inf")
+    ceilings: roofline.Ceilings = field(default_factory=lambda: roofline.Ceilings({}, 0.0))
+
+    def measure(self, suite: Suite, tell: Callable[[str], None] = lambda text: None) -> Iterator[list[Record]]:
+        """The records of each workload as soon as they are there; stops early at `max_seconds`."""
+        deadline = time.monotonic() + self.max_seconds
+        tell("ceilings")
+        self.ceilings = roofline.measure(self.device, sorted({w.dtype for w, _ in suite.cases}))
+        yield roofline.to_records(self.ceilings, self.run)
+        for w, who in suite.cases:
+            if time.monotonic() > deadline:
+                return
+            tell(str(w))
+            yield self.measure_one(w, who)
+
+    def measure_one(self, w: Workload, who: tuple[str, ...]) -> list[Record]:
+        """One record per provider: measured together, or skipped with the reason."""
+        records = {name: Record.of(self.run, name, w) for name in who}
+        try:
+            x = Inputs.make(w, self.device)
+            judge = accuracy.Judge.make(w, x) if self.check else None
+        except torch.cuda.OutOfMemoryError:
+            for record in records.values():
+                record.skipped = OOM
+            return list(records.values())
+        runs = {}
+        for name, record in records.items():
+            run = self._prepare(record, w, x, judge)
+            if run is not None:
+                runs[name] = run
+        del judge
+        before = sm_clock_mhz(self.device)
+        timings = interleave(runs, self.device, self.budget, cold_l2=w.mode == "decode")
+        after = sm_clock_mhz(self.device)
+        for name, timing in timings.items():
+            record = records[name]
+            record.ms, record.ms_p20, record.ms_p80 = timing.ms, timing.at(0.2), timing.at(0.8)
+            record.host_us = timing.host_us
+            record.clock_mhz_before, record.clock_mhz_after = before, after
+            _rates(record, w, self.ceilings)
+        del runs, x
+        _release(self.device)
+        return list(records.values())
+
+    def _prepare(self, record: Record, w: Workload, x: Inputs, judge: accuracy.Judge | None) -> Any:
+        """The closure to time, with first call, errors and memory in the record; None with the reason in `skipped`."""
+        provider = providers.get(record.provider)
+        record.skipped = provider.why_not(w, self.device) or None
+        if record.skipped:
+            return None
+        try:
+            _describe(record, w, x)
+            start = time.perf_counter()
+            attend = provider.make(w, x)
+            run = providers.runner(attend, w, x)
+            run()
+            _synchronize(self.device)
+            record.first_call_s = time.perf_counter() - start
+            if judge is not None:
+                found = judge.judge(attend)
+                record.err_rel, record.err_max, record.err_budget = found.err_rel, found.err_max, found.err_budget
+                record.cos_sim = found.cos_sim
+            both = replace(w, mode="fwd_bwd") if w.mode == "bwd" else w  # what a backward keeps from its forward counts
+            record.peak_mem_mib = peak_mib(providers.runner(attend, both, x), self.device)
+            return run
+        except Exception as error:  # whatever a provider throws is a fact about it, and goes into its record
+            record.skipped = _reason(error)
+            del error
+            _release(self.device)
+            return None
+
+
+def _describe(record: Record, w: Workload, x: Inputs) -> None:
+    """The plan and the kernel behind a Sartor record."""
+    if record.base_provider != "sartor":
+        return
+    kernel = record.provider.removeprefix("sartor:") if ":" in record.provider else "auto"
+    walk = sartor.explain(x.q, x.k, x.v, kernel=kernel, **providers.options(w, x))
+    plan = walk.backward if w.mode == "bwd" else walk.plan
+    if plan is None:
+        return
+    record.plan = str(plan)
+    record.kernel_hash = sartor.kernels.source_hash(plan.kernel.name)
+    shared = getattr(plan.kernel, "shared_bytes", None)
+    record.smem_bytes = int(shared(plan)) if shared is not None else None
+
+
+def _rates(record: Record, w: Workload, ceilings: roofline.Ceilings) -> None:
+    assert record.ms is not None
+    record.tflops = w.flops / record.ms * 1e-9
+    record.gbps = w.bytes / record.ms * 1e-6
+    least = ceilings.ms(w)
+    record.pct_ceiling = 100 * least / record.ms if least else None
+
+
+def _reason(error: Exception) -> str:
+    """One line, without the names of a machine's folders."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return OOM
+    if isinstance(error, Unsupported):
+        return "; ".join(f"{name}: {why[0]}" for name, why in error.reasons.items() if why)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return PATHS.sub("", f"{type(error).__name__}: {text}")[:200]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,105 @@
+"""README tables, rewritten between markers from the committed records. Nobody types a number."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from sartor.lab import records as store
+from sartor.lab import suites, tables
+from sartor.lab.records import CEILINGS, Record
+from sartor.lab.workloads import MODES
+
+MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
+GPU_KERNELS = ("triton", "hopper", "fp32")  # their evidence is made on a GPU; the others' by every test run
+VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "host")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Which kernel sources passed the tests on a device."""
+
+    hashes: dict[str, str]
+    failed: int
+
+    @classmethod
+    def load(cls, folder: Path) -> Evidence:
+        """What `sartor verify` wrote into a results folder; nothing when it never ran."""
+        path = folder / "evidence.json"
+        if not path.is_file():
+            return cls({}, 0)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return cls(found["kernels"], found["failed"])
+
+    def covers(self, r: Record) -> bool:
+        """Whether the kernel behind a record needs no GPU evidence, or has it for exactly its sources."""
+        kernel = (r.plan or "").split("[")[0].split(" ")[0]
+        if not kernel.startswith(GPU_KERNELS):
+            return True
+        return not self.failed and self.hashes.get(kernel) == r.kernel_hash
+
+
+def render(name: str, results: Path) -> str:
+    """The text of a marker `DEVICE/SUITE/VIEW`."""
+    device, suite, view = _parse(name)
+    found = store.latest(store.read(results / device / f"{suite}.jsonl"))
+    chosen = [r for r in found if r.mode != CEILINGS and (view not in MODES or r.mode == view)]
+    if not chosen:
+        return "No record yet.\n"
+    evidence, baseline = Evidence.load(results / device), _baseline(suite)
+    if view == "memory":
+        table = tables.memory(chosen)
+    elif view == "accuracy":
+        table = tables.accuracy(chosen)
+    elif view == "host":
+        table = tables.host(chosen)
+    elif suite == "head-dims":
+        table = tables.head_dims(chosen, baseline, evidence.covers)
+    else:
+        table = tables.speed(chosen, baseline, evidence.covers)
+    table.notes.append(provenance(chosen, found))
+    return table.markdown() + "\n"
+
+
+def _parse(name: str) -> tuple[str, str, str]:
+    parts = name.split("/")
+    if len(parts) != 3 or parts[2] not in VIEWS:
+        raise ValueError(f"a report marker must be DEVICE/SUITE/VIEW with a view of {', '.join(VIEWS)}, got {name!r}")
+    return parts[0], parts[1], parts[2]
+
+
+@cache
+def _baseline(suite: str) -> str:
+    return suites.load(suite).baseline if suite in suites.available() else "sdpa"
+
+
+def provenance(chosen: list[Record], everything: list[Record]) -> str:
+    """Where the figures come from: device, versions, clocks, measured ceilings, commit, run."""
+    r = chosen[-1]
+    clocks = [c for x in chosen for c in (x.clock_mhz_before, x.clock_mhz_after) if c]
+    peaks = [x for x in everything if x.mode == CEILINGS]
+    words = [f"Device {r.device}", f"torch {r.torch}"]
+    words += [f"triton {r.triton}"] if r.triton else []
+    words += [f"driver {r.driver}"] if r.driver else []
+    words += [f"SM clock {min(clocks):.0f}-{max(clocks):.0f} MHz"] if clocks else []
+    words += [f"{x.dtype} matrix product {x.tflops:.3g} TFLOP/s" for x in peaks if x.tflops]
+    words += [f"copy {x.gbps:.0f} GB/s" for x in peaks if x.gbps]
+    words += [f"commit {r.commit[:10]}{' with changes' if r.dirty else ''}"] if r.commit else []
+    return ", ".join(words) + f"; run {', '.join(dict.fromkeys(x.run_id for x in chosen))}."
+
+
+def rewrite(text: str, results: Path) -> str:
+    """`text` with everything between markers made anew."""
+    return MARKED.sub(lambda m: m[1] + render(m[2], results) + m[3], text)
+
+
+def update(readme: Path, results: Path, check: bool) -> bool:
+    """Rewrite a file; with `check` only say whether it is up to date."""
+    old = readme.read_text(encoding="utf-8")
+    new = rewrite(old, results)
+    if not check and new != old:
+        readme.write_text(new, encoding="utf-8")
+    return new == old

@@ -1,0 +1,73 @@
+"""Ceilings: what this machine does at best, measured in the same process as what is held against it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sartor.lab.records import CEILINGS, Record, Run
+from sartor.lab.timing import Budget, interleave
+from sartor.lab.workloads import Workload
+
+SPLIT = 3  # float32 accuracy from 16-bit tensor cores takes three products, hi*hi + hi*lo + lo*hi
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """TFLOP/s of a large matrix product per dtype, and GB/s of a large copy, read and written."""
+
+    tflops: dict[str, float]
+    gbps: float
+
+    def ms(self, w: Workload) -> float | None:
+        """The least time `w` could take: its products at full rate, or its bytes at full rate."""
+        peak = self.tflops.get(w.dtype)
+        if not peak or not self.gbps:
+            return None
+        return max(w.flops / peak * 1e-9, w.bytes / self.gbps * 1e-6)
+
+
+def measure(device: torch.device, dtypes: list[str]) -> Ceilings:
+    """Measure the ceilings; a second on a GPU, a second on a CPU.
+
+    For float32 on a GPU the ceiling is a third of the float16 rate where that is above the plain float32 product's.
+    """
+    n, copy_bytes = (8192, 1 << 30) if device.type == "cuda" else (1024, 1 << 27)
+    if device.type == "cuda" and "float32" in dtypes:
+        dtypes = [*dtypes, "float16"]
+    tflops = {}
+    for name in dict.fromkeys(dtypes):
+        dtype = getattr(torch, name)
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        tflops[name] = 2e-9 * n**3 / _ms(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)  # type: ignore[misc]
+    if device.type == "cuda" and "float32" in tflops:
+        tflops["float32"] = max(tflops["float32"], tflops["float16"] / SPLIT)
+    source = torch.ones(copy_bytes, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return Ceilings(tflops, 2e-6 * copy_bytes / _ms(lambda: target.copy_(source), device))
+
+
+def _ms(run: Callable[[], object], device: torch.device) -> float:
+    return interleave({"": run}, device, Budget(rounds=5, round_ms=25.0, warmup_ms=50.0))[""].ms
+
+
+def to_records(ceilings: Ceilings, run: Run) -> list[Record]:
+    """The ceilings as records of mode `ceilings`: one per dtype, one for the copy."""
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+    def record(provider: str, dtype: str) -> Record:
+        return Record(
+            run.run_id, run.suite, provider, CEILINGS, dtype, 0, 0, 0, 0, 0, 0, 0, "", **run.environment, time=stamp
+        )
+
+    found = []
+    for dtype, tflops in ceilings.tflops.items():
+        found.append(record("ceiling-matmul", dtype))
+        found[-1].tflops = tflops
+    found.append(record("ceiling-copy", ""))
+    found[-1].gbps = ceilings.gbps
+    return found

@@ -1,0 +1,253 @@
+"""Tables made of records: one builder per view, rendered for a terminal or as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import geometric_mean
+from typing import Any
+
+from sartor.lab.records import CEILINGS, Record
+
+AXES = ("mode", "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim", "dim_v", "mask")
+LABELS = {
+    "batch": "B", "heads_q": "H", "heads_kv": "H kv", "seqlen_q": "N", "seqlen_kv": "N kv", "dim": "D", "dim_v": "D v"
+}  # fmt: skip
+NONE = "-"
+Cells = dict[str, Record]
+Verified = Callable[[Record], bool]
+
+
+@dataclass
+class Table:
+    """Headers, rows of text, and the lines that go under them. The cells of `best` are set in bold."""
+
+    title: str
+    headers: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    best: set[tuple[int, int]] = field(default_factory=set)
+
+    def markdown(self) -> str:
+        """GitHub Markdown."""
+
+        def line(cells: Iterable[str]) -> str:
+            return "| " + " | ".join(cells) + " |"
+
+        marked = [
+            [f"**{cell}**" if (i, j) in self.best else cell for j, cell in enumerate(row)]
+            for i, row in enumerate(self.rows)
+        ]
+        table = [line(self.headers), line(["---"] + ["---:"] * (len(self.headers) - 1)), *map(line, marked)]
+        return "\n".join([self.title, "", *table, *(f"\n{note}" for note in self.notes)])
+
+    def rich(self) -> Any:
+        """A rich.table.Table with the notes as its caption."""
+        from rich.markup import escape
+        from rich.table import Table as RichTable
+
+        table = RichTable(title=escape(self.title), title_justify="left", caption="\n".join(map(escape, self.notes)))
+        table.caption_justify = "left"
+        for i, header in enumerate(self.headers):
+            table.add_column(escape(header), justify="left" if i == 0 else "right")
+        for i, row in enumerate(self.rows):
+            cells = [f"[bold green]{escape(c)}[/]" if (i, j) in self.best else escape(c) for j, c in enumerate(row)]
+            table.add_row(*cells)
+        return table
+
+
+@dataclass
+class Pivot:
+    """Records laid out as workloads by providers. Axes on which all agree are named once, in `constant`."""
+
+    rows: list[Cells]
+    providers: list[str]
+    varying: list[str]
+    constant: str
+
+    @classmethod
+    def of(cls, records: list[Record]) -> Pivot:
+        """The pivot of some records, ceilings left out."""
+        records = [r for r in records if r.mode != CEILINGS]
+        rows: dict[Any, Cells] = {}
+        for r in records:
+            rows.setdefault(r.workload, {})[r.provider] = r
+        providers = list(dict.fromkeys(r.provider for r in records))
+        providers.sort(key=lambda name: not name.startswith("sartor"))
+        values = {axis: {getattr(r, axis) for r in records} for axis in AXES}
+        varying = [a for a in AXES if len(values[a]) > 1 and not _follows(a, records)]
+        constant = [a for a in AXES if len(values[a]) == 1 and not _follows(a, records)]
+        first = records[0] if records else None
+        words = [f"{LABELS[a]}={getattr(first, a)}" if a in LABELS else str(getattr(first, a)) for a in constant]
+        return cls(list(rows.values()), providers, varying, ", ".join(words))
+
+    def axes(self, cells: Cells) -> list[str]:
+        """The varying axes of one row."""
+        first = next(iter(cells.values()))
+        return [str(getattr(first, axis)) for axis in self.varying]
+
+
+def _follows(axis: str, records: list[Record]) -> bool:
+    """Whether an axis says nothing new: dim_v where it is dim, and so on; batch where tokens are constant."""
+    twin = {"heads_kv": "heads_q", "seqlen_kv": "seqlen_q", "dim_v": "dim"}.get(axis)
+    return twin is not None and all(getattr(r, axis) == getattr(r, twin) for r in records)
+
+
+def speed(records: list[Record], baseline: str, verified: Verified = lambda r: True) -> Table:
+    """Milliseconds and TFLOP/s (decode: GB/s) of every provider, and how Sartor compares."""
+    pivot = Pivot.of(records)
+    decode = all(r.mode == "decode" for r in records)
+    table = _table(
+        pivot, "ms and GB/s" if decode else "ms and TFLOP/s", [*pivot.providers, f"vs {baseline}", "vs best"]
+    )
+    reasons: dict[str, None] = {}
+    ratios: list[float] = []
+    for i, cells in enumerate(pivot.rows):
+        row = pivot.axes(cells)
+        times = {name: r.ms for name, r in cells.items() if r.ms}
+        for name in pivot.providers:
+            record = cells.get(name)
+            if record is not None and times and record.ms == min(times.values()):
+                table.best.add((i, len(row)))
+            row.append(_speed_cell(record, reasons, verified))
+        ours, others = times.get("sartor"), [ms for name, ms in times.items() if not name.startswith("sartor")]
+        row.append(_ratio(times.get(baseline), ours))
+        row.append(_ratio(min(others, default=None), ours))
+        if ours and others:
+            ratios.append(min(others) / ours)
+        table.rows.append(row)
+    table.notes += _verdict(ratios) + list(reasons)
+    return table
+
+
+def _verdict(ratios: list[float]) -> list[str]:
+    """How often Sartor is ahead; its worst row is named as loudly as its best."""
+    if not ratios:
+        return []
+    wins, n = sum(r > 1 for r in ratios), len(ratios)
+    return [
+        f"vs: how many times as fast sartor is. Against the best other of each row: ahead on {wins} of {n}, "
+        f"geometric mean {geometric_mean(ratios):.2f}x, worst {min(ratios):.2f}x, best {max(ratios):.2f}x."
+    ]
+
+
+def _speed_cell(r: Record | None, reasons: dict[str, None], verified: Verified) -> str:
+    if r is None:
+        return NONE
+    if r.ms is None:
+        return skipped(r, reasons)
+    text = f"{number(r.ms)} / {number(r.gbps if r.mode == 'decode' else r.tflops)}"
+    return text if verified(r) else f"{text} unverified"
+
+
+def skipped(r: Record, reasons: dict[str, None]) -> str:
+    """OOM as OOM; everything else as a dash with its reason in the notes."""
+    if r.skipped == "out of memory":
+        return "OOM"
+    reasons[f"{r.provider}: {r.skipped}"] = None
+    return NONE
+
+
+def memory(records: list[Record]) -> Table:
+    """Peak extra MiB of every provider."""
+    pivot = Pivot.of(records)
+    table = _table(pivot, "peak extra memory in MiB, output included", pivot.providers)
+    reasons: dict[str, None] = {}
+    for cells in pivot.rows:
+        found = [cells.get(name) for name in pivot.providers]
+        values = [
+            NONE if r is None else number(r.peak_mem_mib) if r.peak_mem_mib is not None else skipped(r, reasons)
+            for r in found
+        ]
+        table.rows.append(pivot.axes(cells) + values)
+    table.notes += list(reasons)
+    return table
+
+
+def accuracy(records: list[Record]) -> Table:
+    """Relative and largest error against float64, and the share of the budget that is used."""
+    pivot = Pivot.of([r for r in records if r.err_rel is not None])
+    table = _table(pivot, "relative error, and largest error / its budget, against float64", pivot.providers)
+    for i, cells in enumerate(pivot.rows):
+        row = pivot.axes(cells)
+        errors = {name: r.err_rel for name, r in cells.items() if r.err_rel is not None}
+        for name in pivot.providers:
+            r = cells.get(name)
+            if r is None or r.err_rel is None or r.err_max is None:
+                row.append(NONE)
+                continue
+            if r.err_rel == min(errors.values()):
+                table.best.add((i, len(row)))
+            used = f" / {r.err_max / r.err_budget:.2f}" if r.err_budget else ""
+            row.append(f"{r.err_rel:.1e}{used}")
+        table.rows.append(row)
+    return table
+
+
+def host(records: list[Record]) -> Table:
+    """Microseconds of host time per call."""
+    pivot = Pivot.of(records)
+    table = _table(pivot, "host time per call in microseconds", pivot.providers)
+    for cells in pivot.rows:
+        times = [cells[name].host_us if name in cells else None for name in pivot.providers]
+        table.rows.append(pivot.axes(cells) + [NONE if t is None else f"{t:.1f}" for t in times])
+    return table
+
+
+def head_dims(records: list[Record], baseline: str, verified: Verified = lambda r: True) -> Table:
+    """What an exact fit to the head dim saves: against padding to a power of two, and against the neighbours' line."""
+    table = Table(
+        "", ["D", "sartor ms / TFLOP/s", f"{baseline} ms / TFLOP/s", f"vs {baseline}", "padded to", "FLOPs saved",
+             "bytes saved", "smem saved", "time / padded", "time / line", "max diff", "cosine"], [],
+    )  # fmt: skip
+    pivot = Pivot.of(records)
+    table.title = f"Head dims ({pivot.constant})"
+    reasons: dict[str, None] = {}
+    ours = {cells["sartor"].dim: cells["sartor"] for cells in pivot.rows if "sartor" in cells}
+    for cells in pivot.rows:
+        if "sartor" not in cells:
+            continue
+        r, other = cells["sartor"], cells.get(baseline)
+        table.rows.append([
+            str(r.dim), _speed_cell(r, reasons, verified), _speed_cell(other, reasons, verified),
+            _ratio(other.ms if other else None, r.ms), *_savings(r, ours),
+            NONE if r.err_max is None else f"{r.err_max:.1e}", NONE if r.cos_sim is None else f"{r.cos_sim:.7f}",
+        ])  # fmt: skip
+    table.notes = [
+        "Saved: against the same call padded to the next power of two. Time / line: against the straight line between "
+        "the neighbouring powers of two; 1.00 means that a head dim costs exactly its share.",
+        *reasons,
+    ]
+    return table
+
+
+def _savings(r: Record, ours: dict[int, Record]) -> list[str]:
+    low, high = 1 << (r.dim.bit_length() - 1), 1 << (r.dim - 1).bit_length()
+    if high == r.dim:
+        return [str(high), NONE, NONE, NONE, NONE, NONE]
+    share = 1 - r.dim / high
+    padded, below = ours.get(high), ours.get(low)
+    smem = 1 - r.smem_bytes / padded.smem_bytes if padded and padded.smem_bytes and r.smem_bytes else None
+    ratio = r.ms / padded.ms if padded and padded.ms and r.ms else None
+    line = None
+    if padded and below and padded.ms and below.ms and r.ms:
+        line = r.ms / (below.ms + (padded.ms - below.ms) * (r.dim - low) / (high - low))
+    percents = [f"{100 * share:.0f} %"] * 2 + [NONE if smem is None else f"{100 * smem:.0f} %"]
+    return [str(high), *percents, *(NONE if x is None else f"{x:.2f}" for x in (ratio, line))]
+
+
+def number(x: float | None) -> str:
+    """Three significant digits, without an exponent."""
+    if x is None:
+        return NONE
+    digits = 0 if abs(x) >= 100 else 1 if abs(x) >= 10 else 2 if abs(x) >= 1 else 3 if abs(x) >= 0.1 else 4
+    return f"{x:.{digits}f}"
+
+
+def _ratio(other: float | None, ours: float | None) -> str:
+    return f"{other / ours:.2f}x" if other and ours else NONE
+
+
+def _table(pivot: Pivot, what: str, columns: list[str]) -> Table:
+    headers = [LABELS.get(axis, axis) for axis in pivot.varying] + columns
+    return Table(f"{what} ({pivot.constant})" if pivot.constant else what, headers, [])

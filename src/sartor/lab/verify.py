@@ -1,0 +1,71 @@
+"""verify: run the GPU tests and the accuracy tables here, and write down which kernel sources they passed on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sartor import kernels
+from sartor.lab import check
+from sartor.lab.records import environment
+
+LIMIT_S = 8 * 60
+
+
+def verify(root: Path, out: Path, device: torch.device, tell: Callable[[str], None]) -> dict[str, Any]:
+    """The evidence, also written to `<out>/<device>/evidence.json`. `root` is the checkout whose tests are run."""
+    start = time.monotonic()
+    tell("GPU tests")
+    counts = run_tests(root, LIMIT_S - 90)
+    tell("accuracy")
+    rows = check.run(device, deadline=start + LIMIT_S)
+    evidence = {
+        "kernels": {name: kernels.source_hash(name) for name in (*kernels.FORWARD, *kernels.BACKWARD)},
+        **counts,
+        "accuracy": [row.as_dict() for row in rows],
+        "over_budget": sum(not row.ok for row in rows),
+        "seconds": round(time.monotonic() - start, 1),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        **environment(device),
+    }
+    path = out / str(evidence["device"]) / "evidence.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
+    return evidence
+
+
+def run_tests(root: Path, limit_s: float, marker: str = "gpu") -> dict[str, Any]:
+    """Counts of `pytest -m <marker>`; a run over its limit counts as one failure, with what it was stopped at."""
+    with tempfile.TemporaryDirectory() as folder:
+        xml = Path(folder) / "tests.xml"
+        command = [sys.executable, "-m", "pytest", "-m", marker, "-q", "--maxfail=20", f"--junitxml={xml}"]
+        try:
+            done = subprocess.run(command, cwd=root, timeout=limit_s, capture_output=True, text=True, check=False)
+        except subprocess.TimeoutExpired:
+            return {"passed": 0, "failed": 1, "skipped": 0, "failures": [f"not done after {limit_s:.0f} s"]}
+        if not xml.is_file():
+            return {"passed": 0, "failed": 1, "skipped": 0, "failures": [done.stdout[-2000:]]}
+        return counts(ET.parse(xml).getroot())
+
+
+def counts(tree: ET.Element) -> dict[str, Any]:
+    """passed, failed, skipped and the names of the failures from JUnit XML."""
+    cases = list(tree.iter("testcase"))
+    failed = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    skipped = [c for c in cases if c.find("skipped") is not None]
+    return {
+        "passed": len(cases) - len(failed) - len(skipped),
+        "failed": len(failed) + (not cases),
+        "skipped": len(skipped),
+        "failures": [f"{c.get('classname')}::{c.get('name')}" for c in failed] or ([] if cases else ["no test ran"]),
+    }

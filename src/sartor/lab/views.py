@@ -1,0 +1,72 @@
+"""What the bench shows: the progress of a run, its tables, its plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sartor.lab import plots, tables
+from sartor.lab.records import CEILINGS, Record
+from sartor.lab.suites import Suite
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sartor.lab.bench import Session
+
+CONVENTION = (
+    "TFLOP/s counts useful work: forward 2 * B * H * visible pairs * (D + D v), half of all pairs when square and "
+    "causal; backward 2.5 times that. Medians; compare within a run only."
+)
+
+
+def console() -> Console:
+    """The terminal; a log is given 140 columns, so that a table's row stays one line."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=140)
+
+
+@contextmanager
+def progress(console: Console, steps: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A bar with the time left, and two functions: say what is being done, and count one step."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns: list[Any] = [BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn(),
+                          TextColumn("{task.description}")]  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=steps)
+        yield (lambda text: bar.update(task, description=text)), (lambda: bar.advance(task))
+
+
+def show(console: Console, records: list[Record], suite: Suite, session: Session) -> None:
+    """The tables of a run, one for each mode; memory where the suite is about it; host time where it was measured."""
+    for mode in dict.fromkeys(r.mode for r in records if r.mode != CEILINGS):
+        found = [r for r in records if r.mode == mode]
+        console.print()
+        console.print(tables.speed(found, suite.baseline).rich())
+        if "memory" in suite.plots:
+            console.print(tables.memory(found).rich())
+        if suite.name == "small" and any(r.host_us for r in found):
+            console.print(tables.host(found).rich())
+        if any(r.err_rel for r in found):
+            console.print(tables.accuracy(found).rich())
+    peaks = [f"{dtype} matrix product {x:.3g} TFLOP/s" for dtype, x in session.ceilings.tflops.items()]
+    console.print(f"ceilings here: {', '.join(peaks)}, copy {session.ceilings.gbps:.0f} GB/s", highlight=False)
+    console.print(CONVENTION, highlight=False)
+
+
+def draw(records: list[Record], suite: Suite, folder: Path) -> list[Path]:
+    """The suite's plots, where there is something to draw."""
+    measured = [r for r in records if r.mode == CEILINGS or r.ms is not None]
+    return plots.draw(measured, folder, suite.plots) if any(r.ms for r in measured) else []

@@ -1,0 +1,21 @@
+"""Masks and scores: small Python functions from which every kernel takes its code."""
+
+from sartor.mods.core import Mask, Score, maximum, minimum, where
+from sartor.mods.masks import causal, document, from_tensor, prefix, window
+from sartor.mods.scores import alibi, bias, softcap
+
+__all__ = [
+    "Mask",
+    "Score",
+    "alibi",
+    "bias",
+    "causal",
+    "document",
+    "from_tensor",
+    "maximum",
+    "minimum",
+    "prefix",
+    "softcap",
+    "where",
+    "window",
+]

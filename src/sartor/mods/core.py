@@ -1,0 +1,252 @@
+"""Mask and Score: what a mod is, how mods combine, and the text a kernel takes from them.
+
+A mask is a predicate `(b, h, q, kv, aux) -> bool`, True where the query attends to the key. A score is a function
+`(score, b, h, q, kv, aux) -> score`. Both are plain Python functions of operators. What they depend on besides the
+position goes through `aux`: numbers, functions of (seqlen_q, seqlen_kv), or tensors broadcastable to
+(batch, heads_q, seqlen_q, seqlen_kv), of which the function sees the value at (b, h, q, kv).
+
+What makes a mask fast is `rows`: for a query, the interval [lo, hi) outside which it attends to nothing and the
+interval [full_lo, full_hi) inside which it attends to everything. `cols` says the same for a key. A kernel turns them
+into empty, full and partial tiles and evaluates the predicate on partial tiles only. A mask without them is slow,
+never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from sartor.mods.expr import Expr, diff, lift, maximum, minimum, where
+
+BIG = 2**28  # beyond every position; four of them stay within int32
+AuxValue = int | float | torch.Tensor | Callable[[int, int], int]
+
+__all__ = ["BIG", "Aux", "Mask", "Program", "Score", "interval", "maximum", "minimum", "resolve", "where"]
+
+
+def resolve(value: AuxValue, seqlen_q: int, seqlen_kv: int) -> int | float | torch.Tensor:
+    """The aux value of one problem: functions of the lengths are called, tensors get four dims."""
+    if isinstance(value, torch.Tensor):
+        return value[(None,) * (4 - value.dim())]
+    return value(seqlen_q, seqlen_kv) if callable(value) else value
+
+
+def pattern(value: AuxValue) -> str:
+    """Of which of b, h, q, k (kv) a tensor depends, upper case where its stride is 1; "n" or "f" for a number."""
+    if not isinstance(value, torch.Tensor):
+        return "f" if isinstance(value, float) else "n"
+    letters = "bhqk"[4 - value.dim() :]
+    sizes = zip(letters, value.shape, value.stride(), strict=True)
+    return "".join(c.upper() if stride == 1 else c for c, size, stride in sizes if size != 1) or "one"
+
+
+def trace(fn: Callable[..., Any], names: tuple[str, ...], n_aux: int) -> Any:
+    """Call `fn` on symbols: an expression, or a tuple of them."""
+    aux = tuple(Expr("aux", (i,)) for i in range(n_aux))
+    result = fn(*(Expr("sym", (name,)) for name in names), aux)
+    return tuple(lift(r) for r in result) if isinstance(result, tuple) else lift(result)
+
+
+def _everywhere(b: Any, h: Any, position: Any, aux: Any) -> tuple[int, int, int, int]:
+    return 0, BIG, BIG, 0
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys a query attends to.
+
+    keep: `(b, h, q, kv, aux) -> bool`, operators only.
+    aux: values the functions read as `aux[0]`, `aux[1]`, ...
+    rows: `(b, h, q, aux) -> (lo, hi, full_lo, full_hi)`, intervals of keys; may read aux that do not depend on kv.
+    cols: `(b, h, kv, aux) -> (lo, hi, full_lo, full_hi)`, intervals of queries.
+    """
+
+    keep: Callable[..., Any]
+    aux: tuple[AuxValue, ...] = ()
+    rows: Callable[..., Any] = _everywhere
+    cols: Callable[..., Any] = _everywhere
+    name: str = "mask"
+    handle: str = field(init=False, default="")  # text that names all of the mask but the contents of its tensors
+
+    def __post_init__(self) -> None:
+        if not callable(self.keep):
+            raise TypeError(f"mask must be a function (b, h, q, kv, aux) -> bool, got {type(self.keep).__name__}")
+        object.__setattr__(self, "handle", self._describe())
+        if self.handle not in _TEMPLATES:
+            _TEMPLATES[self.handle] = self
+            _TEMPLATES[self.handle] = self.with_tensors([t.to("meta") for t in self.tensors])
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The aux tensors, in order."""
+        return [a for a in self.aux if isinstance(a, torch.Tensor)]
+
+    def with_tensors(self, tensors: list[torch.Tensor]) -> Mask:
+        """The same mask over other tensors."""
+        if not tensors:
+            return self
+        left = iter(tensors)
+        aux = tuple(next(left) if isinstance(a, torch.Tensor) else a for a in self.aux)
+        return Mask(self.keep, aux, self.rows, self.cols, self.name)
+
+    def _describe(self) -> str:
+        n = len(self.aux)
+        texts = [trace(self.keep, ("b", "h", "q", "kv"), n).text()]
+        texts += [e.text() for e in trace(self.rows, ("b", "h", "q"), n)]
+        texts += [e.text() for e in trace(self.cols, ("b", "h", "kv"), n)]
+        for a in self.aux:
+            if isinstance(a, torch.Tensor):
+                texts.append(f"{a.dtype}{list(a.shape)}")
+            else:
+                texts.append(f"{a.__module__}.{a.__qualname__}" if callable(a) else repr(a))
+        return "; ".join(texts)
+
+    def materialize(self, batch: int, heads: int, seqlen_q: int, seqlen_kv: int, device: Any = None) -> torch.Tensor:
+        """Bool (batch, heads, seqlen_q, seqlen_kv): the whole mask, for tests, plots and the reference."""
+        b, h, q, kv = index_tensors(batch, heads, seqlen_q, seqlen_kv, device)
+        aux = tuple(resolve(a, seqlen_q, seqlen_kv) for a in self.aux)
+        keep = torch.as_tensor(self.keep(b, h, q, kv, aux), device=device)
+        return keep.to(torch.bool).expand(batch, heads, seqlen_q, seqlen_kv)
+
+    def __and__(self, other: Mask) -> Mask:
+        def meet(x: Any, y: Any) -> Any:
+            return (
+                maximum(x[0], y[0]), minimum(x[1], y[1]), maximum(x[2], y[2]), minimum(x[3], y[3])
+            )  # fmt: skip
+
+        return _combine(self, other, lambda x, y: x & y, meet, "&")
+
+    def __or__(self, other: Mask) -> Mask:
+        def hull(x: Any, y: Any) -> Any:
+            longer = (x[3] - x[2]) >= (y[3] - y[2])
+            full = where(longer, x[2], y[2]), where(longer, x[3], y[3])
+            return minimum(x[0], y[0]), maximum(x[1], y[1]), *full
+
+        return _combine(self, other, lambda x, y: x | y, hull, "|")
+
+    def __invert__(self) -> Mask:
+        return Mask(lambda b, h, q, kv, aux: ~self.keep(b, h, q, kv, aux), self.aux, name=f"~{self.name}")
+
+
+_TEMPLATES: dict[str, Mask] = {}  # by handle; over meta tensors, so that none is kept alive
+
+
+def lookup(handle: str, tensors: list[torch.Tensor]) -> Mask:
+    """The mask a compiled graph names by its handle, over the tensors the graph carries."""
+    return _TEMPLATES[handle].with_tensors(tensors)
+
+
+def index_tensors(batch: int, heads: int, seqlen_q: int, seqlen_kv: int, device: Any) -> tuple[torch.Tensor, ...]:
+    """b, h, q and kv as index tensors of shapes (b,1,1,1), (1,h,1,1), (1,1,sq,1), (1,1,1,skv)."""
+    sizes = (batch, heads, seqlen_q, seqlen_kv)
+    shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
+    return tuple(torch.arange(n, device=device).view(s) for n, s in zip(sizes, shapes, strict=True))
+
+
+def _combine(x: Mask, y: Mask, keep: Callable[..., Any], span: Callable[..., Any], sign: str) -> Mask:
+    if not isinstance(y, Mask):
+        raise TypeError(f"mask `{sign}` expects another sartor.mods.Mask, got {type(y).__name__}")
+    n = len(x.aux)
+
+    def both(f: Callable[..., Any], g: Callable[..., Any], join: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: join(f(*args[:-1], args[-1][:n]), g(*args[:-1], args[-1][n:]))
+
+    return Mask(
+        both(x.keep, y.keep, keep), x.aux + y.aux, both(x.rows, y.rows, span), both(x.cols, y.cols, span),
+        f"({x.name} {sign} {y.name})",
+    )  # fmt: skip
+
+
+def interval(rows: Callable[..., Any], cols: Callable[..., Any], aux: tuple[AuxValue, ...], name: str) -> Mask:
+    """A mask in which each query attends to exactly the keys [lo, hi) that `rows` gives, `cols` being its inverse."""
+
+    def keep(b: Any, h: Any, q: Any, kv: Any, aux: Any) -> Any:
+        lo, hi = rows(b, h, q, aux)
+        inside = kv < hi
+        return inside if lo is None else (kv >= lo) & inside
+
+    def twice(f: Callable[..., Any]) -> Callable[..., Any]:
+        def spans(b: Any, h: Any, position: Any, aux: Any) -> Any:
+            lo, hi = f(b, h, position, aux)
+            return (0 if lo is None else lo, BIG if hi is None else hi) * 2
+
+        return spans
+
+    return Mask(keep, aux, twice(rows), twice(cols), name)
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """A change of the scaled score, `fn(score, b, h, q, kv, aux) -> score`, in natural-log units."""
+
+    fn: Callable[..., Any]
+    aux: tuple[AuxValue, ...] = ()
+    name: str = "score"
+
+    def then(self, other: Score) -> Score:
+        """This score first, the other one on its result."""
+        n = len(self.aux)
+
+        def fn(s: Any, b: Any, h: Any, q: Any, kv: Any, aux: Any) -> Any:
+            return other.fn(self.fn(s, b, h, q, kv, aux[:n]), b, h, q, kv, aux[n:])
+
+        return Score(fn, self.aux + other.aux, f"{self.name} > {other.name}")
+
+
+@dataclass(frozen=True)
+class Aux:
+    """One aux value without its data: its pattern, and its dtype when it is a tensor."""
+
+    pattern: str
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What kernels compile of a mask and a score: expressions over one list of aux values. Equal texts are equal."""
+
+    aux: tuple[Aux, ...] = ()
+    keep: Expr | None = None
+    rows: tuple[Expr, ...] | None = None
+    cols: tuple[Expr, ...] | None = None
+    score: Expr | None = None
+    dscore: Expr | None = None
+
+    @classmethod
+    def of(cls, mask: Mask | None, score: Score | None) -> tuple[Program, tuple[AuxValue, ...]]:
+        """The program, and the aux values it reads in order: the mask's first."""
+        values = (mask.aux if mask else ()) + (score.aux if score else ())
+        n = len(mask.aux) if mask else 0
+        parts: dict[str, Any] = {}
+        if mask:
+            parts["keep"] = trace(mask.keep, ("b", "h", "q", "kv"), n)
+            parts["rows"] = trace(mask.rows, ("b", "h", "q"), n)
+            parts["cols"] = trace(mask.cols, ("b", "h", "kv"), n)
+        if score:
+            shifted = lambda *a: score.fn(*a[:-1], a[-1][n:])  # noqa: E731 - one use
+            parts["score"] = trace(shifted, ("s", "b", "h", "q", "kv"), len(values))
+            parts["dscore"] = diff(parts["score"], "s")
+        aux = tuple(Aux(pattern(v), str(v.dtype) if isinstance(v, torch.Tensor) else "") for v in values)
+        return cls(aux, **parts), values
+
+    @cached_property
+    def has_tensors(self) -> bool:
+        """Whether any aux value is a tensor, which changes from call to call."""
+        return any(a.dtype for a in self.aux)
+
+    @cached_property
+    def key(self) -> str:
+        """Canonical text: what a compiled kernel depends on."""
+        spans = [e for span in (self.rows, self.cols) if span for e in span]
+        exprs = [self.keep, *spans, self.score, self.dscore]
+        return "; ".join([e.text() if e is not None else "-" for e in exprs] + [f"{a.pattern}:{a.dtype}" for a in self.aux])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)

@@ -1,0 +1,165 @@
+"""Expressions: a mod is called once on symbols, and what it computes is kept as a small tree.
+
+The tree is what makes one Python function serve every kernel: the reference calls the function itself on index
+tensors, Triton kernels get the tree as source text, and the derivative of a score is taken on the tree.
+Two mods with the same tree are the same mod, whatever closures they came from, so caches key on the text.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+INFIX = frozenset("+ - * / // % < <= > >= == != & | ^".split())
+
+
+@dataclass(frozen=True, eq=False)
+class Expr:
+    """A node: `op` is an infix operator, a function name, or one of `sym`, `const`, `aux`.
+
+    `==` builds a node, as every operator does; two expressions are the same when their `text()` is.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a mask or score function must use operators only: expected `&`, `|`, `~` or sartor.mods.where,"
+            f" got Python's `if`, `and`, `or` or `not` on the symbolic value {self.text()}"
+        )
+
+    def __iter__(self) -> Any:
+        raise TypeError(f"a symbolic value is one number: expected arithmetic on it, got iteration over {self.text()}")
+
+    def __getitem__(self, index: object) -> Any:
+        raise TypeError(
+            f"a symbolic value cannot be indexed, got {self.text()}[...]: pass tensors through `aux`, broadcastable to"
+            " (batch, heads, seqlen_q, seqlen_kv), and use aux[i] as the value at (b, h, q, kv)"
+        )
+
+    def text(self, leaf: Callable[[Expr], str] | None = None, functions: Mapping[str, str] | None = None) -> str:
+        """Source text; `leaf` names symbols and aux values, `functions` the functions of the language written in."""
+        if self.op == "const":
+            return repr(self.args[0])
+        if self.op in ("sym", "aux"):
+            return leaf(self) if leaf else (self.args[0] if self.op == "sym" else f"aux[{self.args[0]}]")
+        parts = [a.text(leaf, functions) for a in self.args]
+        if self.op in INFIX:
+            return f"({parts[0]} {self.op} {parts[1]})"
+        if self.op in ("neg", "invert"):
+            return f"({'-' if self.op == 'neg' else '~'}{parts[0]})"
+        return f"{(functions or {}).get(self.op, self.op)}({', '.join(parts)})"
+
+    def leaves(self) -> set[str]:
+        """Names of the symbols, and `aux[i]` for the aux values, that the expression reads."""
+        if self.op in ("sym", "aux"):
+            return {self.text()}
+        return set().union(*(a.leaves() for a in self.args if isinstance(a, Expr)))
+
+
+def lift(value: object) -> Expr:
+    """A Python number as a constant node; an expression as it is."""
+    if isinstance(value, Expr):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return Expr("const", (value,))
+    raise TypeError(f"a mask or score function may combine symbols and numbers only, got {type(value).__name__}")
+
+
+def _binary(op: str, flip: bool = False) -> Callable[[Expr, object], Expr]:
+    def build(self: Expr, other: object) -> Expr:
+        left, right = (lift(other), self) if flip else (self, lift(other))
+        return Expr(op, (left, right))
+
+    return build
+
+
+for _name, _op in {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "and": "&", "or": "|", "xor": "^",
+}.items():  # fmt: skip
+    setattr(Expr, f"__{_name}__", _binary(_op))
+    setattr(Expr, f"__r{_name}__", _binary(_op, flip=True))
+for _name, _op in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items():
+    setattr(Expr, f"__{_name}__", _binary(_op))
+Expr.__hash__ = object.__hash__  # type: ignore[method-assign]
+Expr.__neg__ = lambda self: Expr("neg", (self,))  # type: ignore[attr-defined]
+Expr.__invert__ = lambda self: Expr("invert", (self,))  # type: ignore[attr-defined]
+Expr.__abs__ = lambda self: Expr("abs", (self,))  # type: ignore[attr-defined]
+
+
+def _function(name: str, on_tensors: Callable[..., Any], on_numbers: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        if any(isinstance(a, Expr) for a in args):
+            return Expr(name, tuple(lift(a) for a in args))
+        if any(isinstance(a, torch.Tensor) for a in args):
+            device = next(a.device for a in args if isinstance(a, torch.Tensor))
+            return on_tensors(*(torch.as_tensor(a, device=device) for a in args))
+        return on_numbers(*args)
+
+    call.__name__ = name
+    return call
+
+
+maximum = _function("maximum", torch.maximum, max)
+minimum = _function("minimum", torch.minimum, min)
+where = _function("where", torch.where, lambda c, a, b: a if c else b)
+tanh = _function("tanh", torch.tanh, lambda x: torch.tanh(torch.tensor(x)).item())
+
+
+_INFIX_FUNCTIONS = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
+    "%": operator.mod, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq,
+    "!=": operator.ne, "&": operator.and_, "|": operator.or_, "^": operator.xor,
+}  # fmt: skip
+_FUNCTIONS = _INFIX_FUNCTIONS | {
+    "neg": operator.neg, "invert": operator.invert, "abs": abs,
+    "maximum": maximum, "minimum": minimum, "where": where, "tanh": tanh,
+}  # fmt: skip
+
+
+def evaluate(e: Expr, symbols: Mapping[str, Any], aux: Sequence[Any]) -> Any:
+    """The value of `e` on tensors or numbers: what the kernels written in torch use."""
+    if e.op == "const":
+        return e.args[0]
+    if e.op == "sym":
+        return symbols[e.args[0]]
+    if e.op == "aux":
+        return aux[e.args[0]]
+    return _FUNCTIONS[e.op](*(evaluate(a, symbols, aux) for a in e.args))
+
+
+ZERO, ONE = lift(0.0), lift(1.0)
+
+
+def diff(e: Expr, name: str) -> Expr:
+    """Derivative of `e` with respect to the symbol `name`; comparisons and aux values are constants."""
+    if name not in e.leaves():
+        return ZERO
+    if e.op == "sym":
+        return ONE
+    parts = [diff(a, name) for a in e.args]
+    if e.op == "neg" or (e.op == "-" and parts[0] is ZERO):
+        return Expr("neg", (parts[-1],))
+    if e.op in ("+", "-"):
+        return parts[0] if parts[1] is ZERO else parts[1] if parts[0] is ZERO else Expr(e.op, tuple(parts))
+    if e.op == "*":
+        left, right = _times(parts[0], e.args[1]), _times(e.args[0], parts[1])
+        return left if right is ZERO else right if left is ZERO else Expr("+", (left, right))
+    if e.op == "/" and parts[1] is ZERO:
+        return Expr("/", (parts[0], e.args[1]))
+    if e.op == "tanh":
+        return _times(Expr("-", (ONE, Expr("*", (e, e)))), parts[0])
+    if e.op == "where":
+        return Expr("where", (e.args[0], parts[1], parts[2]))
+    raise NotImplementedError(f"no derivative is known for `{e.op}` in {e.text()}")
+
+
+def _times(a: Expr, b: Expr) -> Expr:
+    if a is ZERO or b is ZERO:
+        return ZERO
+    return b if a is ONE else a if b is ONE else Expr("*", (a, b))

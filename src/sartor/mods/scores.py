@@ -1,0 +1,28 @@
+"""The scores: changes of softmax_scale * q.k before the softmax. The order is soft-capping, ALiBi, bias."""
+
+from __future__ import annotations
+
+import torch
+
+from sartor.mods.core import Score
+from sartor.mods.expr import tanh
+from sartor.mods.masks import offset
+
+
+def softcap(cap: float) -> Score:
+    """cap * tanh(score / cap) (Gemma 2, section 2)."""
+    return Score(lambda s, b, h, q, kv, aux: aux[0] * tanh(s / aux[0]), (float(cap),), "softcap")
+
+
+def alibi(slopes: torch.Tensor) -> Score:
+    """score - slope * |q + seqlen_kv - seqlen_q - kv|; slopes are float32 (heads_q,) or (batch, heads_q).
+
+    Press, Smith and Lewis 2022, with flash-attn's symmetric form for keys after the query.
+    """
+    table = slopes.float().view(-1 if slopes.dim() == 2 else 1, slopes.shape[-1], 1, 1)
+    return Score(lambda s, b, h, q, kv, aux: s - aux[0] * abs(q + aux[1] - kv), (table, offset), "alibi")
+
+
+def bias(table: torch.Tensor) -> Score:
+    """score + bias, a float tensor broadcastable to (batch, heads_q, seqlen_q, seqlen_kv); the last term added."""
+    return Score(lambda s, b, h, q, kv, aux: s + aux[0], (table[(None,) * (4 - table.dim())],), "bias")

@@ -1,0 +1,252 @@
+"""Calls to plans to launches, twice over: eagerly by the cheap route, and as torch.library operators.
+
+Eager calls on plain tensors take `torch.autograd.Function` (or nothing at all without gradients). Everything that
+needs to see an operator (torch.compile, FakeTensor, FLOP counting, functorch) goes through `torch.ops.sartor`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from sartor.device import Device
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost
+from sartor.mods.core import lookup
+from sartor.plan import choose, choose_backward
+from sartor.problem import Call, Problem, aux_values
+
+Tensor = torch.Tensor
+NO_SECOND = "sartor.attention has no second derivative: expected no gradient of its gradients"
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A validated problem with its plans; aux values that hold no tensor are kept too."""
+
+    problem: Problem
+    device: Device
+    forward: Plan
+    aux: tuple[Any, ...] | None
+    backward: Plan | None = None
+
+    def operands(self, call: Call) -> Operands:
+        """The data of one call, dense in the last dim."""
+        q, k, v = call.q, call.k, call.v
+        if self.problem.copies:
+            q, k, v = (t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v))
+        return Operands(q, k, v, call.sinks, aux_values(call) if self.aux is None else self.aux)
+
+    def backward_plan(self) -> Plan:
+        """Chosen at the first backward."""
+        if self.backward is None:
+            self.backward = choose_backward(self.problem, self.device)
+        return self.backward
+
+
+_PREPARED: dict[Any, Prepared] = {}
+_MOST_PREPARED = 8192
+
+
+def prepare(call: Call) -> Prepared:
+    """Validate and plan a call, or find the plan of an equal one."""
+    try:
+        key = call.key()
+        found = _PREPARED.get(key)
+    except (TypeError, AttributeError, RuntimeError):  # an argument of the wrong type: say so by name
+        Problem.of(call)
+        raise
+    if found is None:
+        problem = Problem.of(call)
+        device = Device.of(call.q.device)
+        aux = aux_values(call)
+        keep = None if any(isinstance(a, Tensor) for a in aux) else aux
+        found = Prepared(problem, device, choose(problem, device), keep)
+        if len(_PREPARED) >= _MOST_PREPARED:
+            _PREPARED.clear()
+        _PREPARED[key] = found
+    return found
+
+
+def run(call: Call) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, differentiable, by the cheap route."""
+    prepared = prepare(call)
+    inputs = (call.q, call.k, call.v, call.bias, call.sinks)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        result: tuple[Tensor, Tensor] = _Attention.apply(*inputs, call, prepared)
+        return result
+    return _forward(prepared, prepared.operands(call))
+
+
+def _forward(prepared: Prepared, x: Operands) -> tuple[Tensor, Tensor]:
+    plan = prepared.forward
+    result: tuple[Tensor, Tensor] = plan.kernel.run(plan, x)  # type: ignore[attr-defined]
+    return result
+
+
+def _backward(prepared: Prepared, x: Operands, saved: Saved) -> Gradients:
+    plan = prepared.backward_plan()
+    g: Gradients = plan.kernel.run(plan, x, saved)  # type: ignore[attr-defined]
+    return g
+
+
+class _Attention(torch.autograd.Function):
+    """The eager route. Everything saved goes through autograd, which checks that it was not changed since."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, call: Call, prepared: Prepared
+    ) -> Any:
+        x = prepared.operands(call)
+        out, lse = _forward(prepared, x)
+        ctx.set_materialize_grads(False)
+        ctx.prepared, ctx.numbers = prepared, tuple(None if isinstance(a, Tensor) else a for a in x.aux)
+        ctx.dtypes = (None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype)
+        ctx.save_for_backward(x.q, x.k, x.v, x.sinks, out, lse, *(a for a in x.aux if isinstance(a, Tensor)))
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        q, k, v, sinks, out, lse, *tensors = ctx.saved_tensors
+        left = iter(tensors)
+        aux = tuple(next(left) if a is None else a for a in ctx.numbers)
+        saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        with torch.no_grad():
+            g = _backward(ctx.prepared, Operands(q, k, v, sinks, aux), saved)
+        if torch.is_grad_enabled():  # create_graph=True: say so if the graph is used, instead of a gradient of zero
+            g = Gradients(*(None if t is None else _Last.apply(t.requires_grad_(), dout, q, k, v) for t in g))
+        bias, sinks_dtype = ctx.dtypes
+        dbias = None if bias is None or g.dbias is None else g.dbias.to(bias[0]).view(bias[1])
+        return g.dq, g.dk, g.dv, dbias, None if g.dsinks is None else g.dsinks.to(sinks_dtype), None, None
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that has no gradient, and says so to whoever asks for one by way of what it came from."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Any) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(NO_SECOND)
+
+
+# ---- the operators
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks,"
+    " Tensor[] mask_tensors, str mask_handle, str causal, int[]? window, float? softmax_scale, float softcap,"
+    " bool deterministic, ScalarType? out_dtype, str kernel, str precision"
+)
+_LIBRARY = torch.library.Library("sartor", "DEF")
+_LIBRARY.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def as_operator_arguments(call: Call) -> tuple[Any, ...]:
+    """A call in the order of the operator's schema."""
+    mask, handle, tensors = call.mask, "", []
+    if mask is not None and not isinstance(mask, Tensor):
+        mask, handle, tensors = None, mask.handle, mask.tensors
+    causal = {False: "", True: "bottom_right"}.get(call.causal, call.causal)  # type: ignore[call-overload]
+    window = None if call.window is None else [-1 if side is None else side for side in call.window]
+    return (
+        call.q, call.k, call.v, call.bias, mask, call.alibi_slopes, call.sinks, tensors, handle, causal, window,
+        call.softmax_scale, call.softcap, call.deterministic, call.out_dtype, call.kernel, call.precision,
+    )  # fmt: skip
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Call:
+    bias, mask, slopes, sinks, tensors, handle, causal, window, *options = rest
+    mask = lookup(handle, tensors) if handle else mask
+    window = None if window is None else tuple(window)
+    return Call(q, k, v, bias, mask, slopes, sinks, causal or False, window, *options)
+
+
+@torch.library.impl(_LIBRARY, "attention", "CompositeExplicitAutograd")
+def _attention(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _call(*args)
+    prepared = prepare(call)
+    out, lse = _forward(prepared, prepared.operands(call))
+    if heads_outermost(call.q):  # the strides that the fake promises
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+    return out.contiguous(), lse
+
+
+@torch.library.impl(_LIBRARY, "attention_backward", "CompositeExplicitAutograd")
+def _attention_backward(dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    call = _call(*args)
+    prepared = prepare(call)
+    g = _backward(prepared, prepared.operands(call), Saved(out, lse, dout, dlse))
+    dbias = g.dq.new_empty(0) if g.dbias is None else g.dbias.to(call.bias.dtype).view(call.bias.shape)  # type: ignore[union-attr]
+    dsinks = g.dq.new_empty(0) if g.dsinks is None else g.dsinks.to(call.sinks.dtype)  # type: ignore[union-attr]
+    like = (call.q, call.k, call.v)
+    dq, dk, dv = (d if d.is_contiguous() else d.contiguous() for d, _ in zip(g[:3], like, strict=True))
+    return dq, dk, dv, dbias, dsinks
+
+
+@torch.library.register_fake("sartor::attention", lib=_LIBRARY)
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    call = _call(q, k, v, *rest)
+    problem = Problem.of(replace(call, mask=None) if rest[5] else call)
+    b, sq, hq, dv = q.shape[0], q.shape[1], q.shape[2], v.shape[3]
+    lse = q.new_empty((b, hq, sq), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    if heads_outermost(q):
+        return q.new_empty((b, hq, sq, dv), dtype=problem.out_dtype).transpose(1, 2), lse
+    return q.new_empty((b, sq, hq, dv), dtype=problem.out_dtype), lse
+
+
+@torch.library.register_fake("sartor::attention_backward", lib=_LIBRARY)
+def _attention_backward_fake(dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    q, k, v, bias, _, _, sinks = args[:7]
+    gradients = [t.new_empty(t.shape) for t in (q, k, v)]
+    return (*gradients, *(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (bias, sinks)))
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:7], *inputs[7], *output)
+    ctx.options, ctx.n_mask_tensors = inputs[8:], len(inputs[7])
+
+
+def _operator_backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+    n = ctx.n_mask_tensors
+    *tensors, out, lse = ctx.saved_tensors
+    inputs, mask_tensors = tensors[:7], list(tensors[7 : 7 + n])
+    dout = torch.zeros_like(out) if dout is None else dout
+    g = torch.ops.sartor.attention_backward(dout, dlse, out, lse, *inputs, mask_tensors, *ctx.options)
+    bias, sinks = inputs[3], inputs[6]
+    dbias, dsinks = (None if t is None else d for t, d in zip((bias, sinks), g[3:], strict=True))
+    return *g[:3], dbias, None, None, dsinks, [None] * n, *([None] * len(ctx.options))
+
+
+def _no_double_backward(ctx: Any, *gradients: Any) -> Any:
+    raise NotImplementedError(NO_SECOND)
+
+
+torch.library.register_autograd("sartor::attention", _operator_backward, setup_context=_setup_context, lib=_LIBRARY)
+torch.library.register_autograd("sartor::attention_backward", _no_double_backward, lib=_LIBRARY)
+
+
+def _flops(q_shape: Any, k_shape: Any, v_shape: Any, causal: str) -> int:
+    b, sq, hq, d = q_shape
+    pairs = sq * k_shape[1]
+    return 2 * b * hq * (pairs // 2 if causal and sq == k_shape[1] else pairs) * (d + v_shape[3])
+
+
+@register_flop_formula(torch.ops.sartor.attention)
+def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+    """Useful FLOPs of the forward: 2 b h sq skv (d + dv), half of it for a square causal mask."""
+    return _flops(q, k, v, rest[6])
+
+
+@register_flop_formula(torch.ops.sartor.attention_backward)
+def _backward_flops(dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any) -> int:
+    """Useful FLOPs of the backward: 2.5 times the forward's."""
+    return int(2.5 * _flops(q, k, v, rest[6]))

@@ -1,0 +1,88 @@
+"""choose(problem, device) -> Plan: pure, printable, no tensors, no CUDA. Every branch of the library is here or in why_not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from sartor import kernels
+from sartor.device import Device
+from sartor.errors import Unsupported
+from sartor.kernels.spec import Plan
+from sartor.problem import Problem
+from sartor.tuning import table
+
+
+def candidates(p: Problem) -> tuple[str, ...]:
+    """Forward kernels that may serve `p`: all, or those of the family that was asked for."""
+    if p.kernel == "auto":
+        return kernels.FORWARD
+    names = tuple(n for n in kernels.FORWARD if kernels.load(n).family == p.kernel)
+    if not names:
+        known = ", ".join(repr(f) for f in ("auto", *kernels.families()))
+        raise ValueError(f"kernel must be one of {known}, got {p.kernel!r}")
+    return names
+
+
+@lru_cache(maxsize=4096)
+def choose(p: Problem, dev: Device) -> Plan:
+    """The first forward kernel without reasons against it. Raises Unsupported with everybody's reasons."""
+    return _first(candidates(p), p, dev)
+
+
+@lru_cache(maxsize=4096)
+def choose_backward(p: Problem, dev: Device) -> Plan:
+    """The backward kernel that goes with the forward chosen for `p`."""
+    forward = choose(p, dev).kernel
+    return _first(forward.backwards, p, dev)  # type: ignore[attr-defined]
+
+
+def _first(names: tuple[str, ...], p: Problem, dev: Device) -> Plan:
+    reasons: dict[str, list[str]] = {}
+    for name in names:
+        spec = kernels.load(name)
+        reasons[name] = spec.why_not(p, dev)
+        if not reasons[name]:
+            tile, source = table.lookup(spec, p, dev)
+            return Plan(spec, p, dev, tile, source)
+    raise Unsupported(p, reasons)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The walk of `choose` in words; `str()` prints it."""
+
+    problem: Problem
+    device: Device
+    refused: dict[str, list[str]]
+    plan: Plan | None
+    backward: Plan | None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem}", f"device: {self.device.name}"]
+        for name, why in self.refused.items():
+            lines += [f"  {name}: no, {reason}" for reason in why]
+        lines.append(f"  forward:  {self.plan or 'none'}")
+        lines.append(f"  backward: {self.backward or 'none'}")
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def explain(p: Problem, dev: Device) -> Explanation:
+    """Why the plan for `p` is what it is; never raises Unsupported, the explanation then has no plan."""
+    refused: dict[str, list[str]] = {}
+    for name in candidates(p):
+        refused[name] = kernels.load(name).why_not(p, dev)
+        if not refused[name]:
+            del refused[name]
+            break
+    plan = backward = None
+    try:
+        plan = choose(p, dev)
+        backward = choose_backward(p, dev)
+    except Unsupported as error:
+        refused |= error.reasons
+    notes = [f"{name} is copied once: its last dim is not dense" for name in p.copies]
+    if plan is not None and hasattr(plan.kernel, "notes"):
+        notes += plan.kernel.notes(plan)
+    return Explanation(p, dev, refused, plan, backward, tuple(notes))

@@ -1,0 +1,299 @@
+"""Problem: one attention call without its data. It is the only thing that is validated, and it is validated once."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sartor.mods import masks, scores
+from sartor.mods.core import AuxValue, Mask, Program, Score, pattern, resolve
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_DIM = 512
+PRECISIONS = ("ieee", "tf32")
+
+
+@dataclass(slots=True)
+class Call:
+    """One call as the user made it, in layout (batch, seqlen, heads, dim). `key` is all of it but the data."""
+
+    q: torch.Tensor  # (b, sq, hq, d)
+    k: torch.Tensor  # (b, skv, hkv, d)
+    v: torch.Tensor  # (b, skv, hkv, dv)
+    bias: torch.Tensor | None = None  # broadcastable to (b, hq, sq, skv)
+    mask: torch.Tensor | Mask | None = None  # the same
+    alibi_slopes: torch.Tensor | None = None  # (hq,) or (b, hq)
+    sinks: torch.Tensor | None = None  # (hq,)
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    deterministic: bool = False
+    out_dtype: torch.dtype | None = None
+    kernel: str = "auto"
+    precision: str = "ieee"
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal keys mean equal problems and equal plans; made on every call, so it only reads attributes."""
+        q, k, v = self.q, self.k, self.v
+        bias, mask, slopes, sinks = self.bias, self.mask, self.alibi_slopes, self.sinks
+        plain = bias is None and mask is None and slopes is None and sinks is None
+        return (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+            None if plain else (_extra_key(bias), _extra_key(mask), _extra_key(slopes), _extra_key(sinks)),
+            self.causal, self.window, self.softmax_scale, self.softcap, self.deterministic,
+            self.out_dtype, self.kernel, self.precision,
+        )  # fmt: skip
+
+
+def _extra_key(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+    return (x.handle, tuple(_extra_key(t) for t in x.tensors)) if isinstance(x, Mask) else x
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention call, without its data.
+
+    Shapes: q (b, sq, hq, d), k (b, skv, hkv, d), v (b, skv, hkv, dv) -> out (b, sq, hq, dv), lse (b, hq, sq) float32.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_kv: int
+    dim: int
+    dim_v: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    device: str
+    softmax_scale: float
+    program: Program = field(default_factory=Program)
+    mask_name: str = "full"
+    score_name: str = ""
+    sinks: bool = False
+    bias_shape: tuple[int, ...] | None = None
+    deterministic: bool = False
+    precision: str = "ieee"
+    kernel: str = "auto"
+    copies: tuple[str, ...] = ()
+    out_like_q: bool = False  # out has the shape, dtype and memory of q
+
+    @classmethod
+    def of(cls, call: Call) -> Problem:
+        """Validate a call. Raises ValueError or TypeError naming the argument, what was expected and what came."""
+        _check_tensors(call)
+        b, sq, hq, d = call.q.shape
+        skv, hkv, dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
+        _check_options(call)
+        _check_extras(call, (b, hq, sq, skv))
+        mask, score = mods(call)
+        program, _ = Program.of(mask, score)
+        dense = {"q": call.q, "k": call.k, "v": call.v}
+        return cls(
+            b, hq, hkv, sq, skv, d, dv, call.q.dtype, call.out_dtype or call.q.dtype, call.q.device.type,
+            default_scale(d) if call.softmax_scale is None else float(call.softmax_scale),
+            program, mask.name if mask else "full", score.name if score else "", call.sinks is not None,
+            None if call.bias is None else (1,) * (4 - call.bias.dim()) + tuple(call.bias.shape),
+            bool(call.deterministic), call.precision, call.kernel,
+            tuple(n for n, t in dense.items() if t.stride(3) != 1 and t.shape[3] > 1),
+            call.out_dtype in (None, call.q.dtype) and d == dv
+            and (call.q.is_contiguous() or call.q.transpose(1, 2).is_contiguous()),
+        )  # fmt: skip
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no score at all."""
+        return 0 in (self.batch, self.heads_q, self.seqlen_q, self.seqlen_kv)
+
+    def __str__(self) -> str:
+        dims = f"d={self.dim}" if self.dim == self.dim_v else f"d={self.dim}/{self.dim_v}"
+        heads = f"h={self.heads_q}" if self.heads_q == self.heads_kv else f"h={self.heads_q}/{self.heads_kv}"
+        extras = [self.mask_name, self.score_name, "sinks" if self.sinks else "", self.precision * (self.dtype == torch.float32)]
+        return (
+            f"attention(b={self.batch} {heads} sq={self.seqlen_q} skv={self.seqlen_kv} {dims}"
+            f" {name_of(self.dtype)} on {self.device}; {', '.join(e for e in extras if e)})"
+        )
+
+
+def mask_class(p: Problem) -> str:
+    """`full` without a mask or score, `band` for a lone causal or window mask, else `mods`."""
+    if p.program.keep is None and p.program.score is None:
+        return "full"
+    return "band" if p.mask_name in ("causal", "window") and p.program.score is None else "mods"
+
+
+def default_scale(dim: int) -> float:
+    """1 / sqrt(dim)."""
+    return 1.0 / math.sqrt(dim)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`bfloat16` for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def mods(call: Call) -> tuple[Mask | None, Score | None]:
+    """The mask and the score of a call. Their order here is the order of `aux_values`."""
+    parts = [band(call)]
+    if isinstance(call.mask, torch.Tensor):
+        parts.append(masks.from_tensor(call.mask))
+    elif call.mask is not None:
+        parts.append(call.mask)
+    mask = None
+    for part in parts:
+        mask = part if mask is None else mask & part if part is not None else mask
+    score = None
+    steps = (
+        scores.softcap(call.softcap) if call.softcap else None,
+        None if call.alibi_slopes is None else scores.alibi(call.alibi_slopes),
+        None if call.bias is None else scores.bias(call.bias),
+    )
+    for step in steps:
+        score = step if score is None else score.then(step) if step is not None else score
+    return mask, score
+
+
+def band(call: Call) -> Mask | None:
+    """The diagonal band that `causal` and `window` ask for together."""
+    align: Any = "top_left" if call.causal == "top_left" else "bottom_right"
+    if call.window is None:
+        return masks.causal(align) if call.causal else None
+    left, right = (None if side == -1 else side for side in call.window)
+    if left is None and right is None:
+        return masks.causal(align) if call.causal else None
+    return masks.window(left, 0 if call.causal else right, align)
+
+
+def aux_values(call: Call) -> tuple[AuxValue, ...]:
+    """What the program of a call reads, resolved for its lengths: numbers, and tensors of four dims."""
+    sq, skv = call.q.shape[1], call.k.shape[1]
+    mask, score = mods(call)
+    values = (mask.aux if mask else ()) + (score.aux if score else ())
+    return tuple(resolve(v, sq, skv) for v in values)
+
+
+def _check_tensors(call: Call) -> None:
+    for name in ("q", "k", "v"):
+        t = getattr(call, name)
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: {str(t)[:60]}")
+        if t.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense (strided) tensor, got layout {t.layout}")
+        if t.dim() != 4:
+            raise ValueError(f"{name} must have 4 dims (batch, seqlen, heads, dim), got {t.dim()}: {tuple(t.shape)}")
+        if t.dtype not in DTYPES:
+            raise TypeError(f"{name} must have dtype float16, bfloat16, float32 or float64, got dtype {t.dtype}")
+    q, k, v = call.q, call.k, call.v
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got dtype {t.dtype}")
+        if t.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}")
+        if t.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} must have the batch of q, {q.shape[0]}, got batch {t.shape[0]}")
+    for axis, name in ((1, "seqlen"), (2, "heads")):
+        if k.shape[axis] != v.shape[axis]:
+            raise ValueError(f"v must have the {name} of k, {k.shape[axis]}, got {name} {v.shape[axis]}")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k must have the head dim of q, {q.shape[3]}, got head dim {k.shape[3]}")
+    for name, dim in (("q", q.shape[3]), ("v", v.shape[3])):
+        if not 1 <= dim <= MAX_DIM:
+            raise ValueError(f"the head dim of {name} must be between 1 and {MAX_DIM}, got head dim {dim}")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"heads of q must be a multiple of the heads of k and v, got heads {q.shape[2]} and {k.shape[2]}")
+
+
+def _check_options(call: Call) -> None:
+    if call.causal not in (False, True, "bottom_right", "top_left"):
+        raise ValueError(f"causal must be False, True, 'bottom_right' or 'top_left', got {call.causal!r}")
+    if call.window is not None:
+        _check_window(call.window)
+    for name in ("softmax_scale", "softcap"):
+        value = getattr(call, name)
+        if name == "softmax_scale" and value is None:
+            continue
+        if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} must be a float, got {type(value).__name__}: {value!r}")
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+    if call.softcap < 0:
+        raise ValueError(f"softcap must be >= 0 (0 is off), got {call.softcap}")
+    if call.out_dtype not in (None, call.q.dtype, torch.float32) or call.out_dtype == torch.float32 == call.q.dtype:
+        if call.out_dtype != call.q.dtype:
+            raise TypeError(f"out_dtype must be None, {call.q.dtype} or torch.float32, got {call.out_dtype}")
+    if call.out_dtype == torch.float32 and call.q.dtype == torch.float64:
+        raise TypeError("out_dtype must be None or torch.float64 for float64 inputs, got torch.float32")
+    if call.precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {call.precision!r}")
+
+
+def _check_window(window: Any) -> None:
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise ValueError(f"window must be None or a pair (left, right), got {window!r}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral)):
+            raise TypeError(f"window must hold integers or None, got {window!r}")
+        if side is not None and side < -1:
+            raise ValueError(f"window sides must be >= 0, or -1 or None for unbounded, got {window!r}")
+
+
+def _check_extras(call: Call, full: tuple[int, int, int, int]) -> None:
+    q = call.q
+    b, hq = full[:2]
+    for name in ("bias", "mask"):
+        t = getattr(call, name)
+        if t is None or isinstance(t, Mask):
+            continue
+        if not isinstance(t, torch.Tensor):
+            also = " or a sartor.mods.Mask" if name == "mask" else ""
+            raise TypeError(f"{name} must be a torch.Tensor{also}, got {type(t).__name__}")
+        _check_extra(name, t, q, full)
+        if name == "mask" and t.dtype != torch.bool:
+            raise TypeError(f"mask must have dtype bool (True = attend), got dtype {t.dtype}; float tensors go to bias")
+        if name == "bias" and not t.dtype.is_floating_point:
+            raise TypeError(f"bias must have a floating dtype, got dtype {t.dtype}")
+    if isinstance(call.mask, Mask):
+        for t in call.mask.tensors:
+            _check_extra("mask", t, q, full)
+    for name, t, shapes in (
+        ("alibi_slopes", call.alibi_slopes, ((hq,), (b, hq))),
+        ("sinks", call.sinks, ((hq,),)),
+    ):
+        if t is None:
+            continue
+        if not isinstance(t, torch.Tensor) or not t.dtype.is_floating_point:
+            raise TypeError(f"{name} must be a floating torch.Tensor, got {getattr(t, 'dtype', type(t).__name__)}")
+        if tuple(t.shape) not in shapes:
+            raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(t.shape)}")
+        if t.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}")
+    if call.alibi_slopes is not None and call.alibi_slopes.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"alibi_slopes must have dtype float32, got {call.alibi_slopes.dtype}")
+    if call.alibi_slopes is not None and call.alibi_slopes.requires_grad:
+        raise NotImplementedError("alibi_slopes has no gradient here: expected requires_grad=False, got True")
+
+
+def _check_extra(name: str, t: torch.Tensor, q: torch.Tensor, full: tuple[int, int, int, int]) -> None:
+    shape = (1,) * (4 - t.dim()) + tuple(t.shape)
+    if t.dim() > 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
+        raise ValueError(
+            f"{name} must be broadcastable to (batch, heads, seqlen_q, seqlen_kv) = {full}, got {tuple(t.shape)}"
+        )
+    if t.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}")
+
+
+__all__ = ["MAX_DIM", "PRECISIONS", "Call", "Problem", "aux_values", "band", "default_scale", "mask_class", "mods", "name_of", "pattern"]

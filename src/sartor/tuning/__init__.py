@@ -1,0 +1,1 @@
+"""Tuning: which tile, as data with provenance."""

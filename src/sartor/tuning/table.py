@@ -1,0 +1,54 @@
+"""Tuning rows: data/sm<arch>.jsonl, one JSON object per line, each with where it was measured.
+
+A row holds `kernel`, `bits` (of the dtype), `dim` and `dim_v` (rounded up to 16), `mask` (`full`, `band` or `mods`),
+`tile` ([block_m, block_n, warps, stages], and again for a pass with two kernels) and `record` (the run it comes from). Legality is the kernel's business:
+a row whose tile is not among the kernel's legal ones is an error that a test finds.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from sartor.device import Device
+from sartor.kernels.spec import KernelSpec, Tile
+from sartor.problem import Problem, mask_class
+
+
+def bucket(dim: int) -> int:
+    """Head dims are tiled in sixteens."""
+    return -(-dim // 16) * 16
+
+
+@cache
+def rows(arch: int) -> dict[tuple[Any, ...], tuple[Tile, str]]:
+    """Tile and `file:line` by (kernel, bits, dim, dim_v, mask)."""
+    name = f"sm{arch}.jsonl"
+    file = files("sartor.tuning").joinpath("data", name)
+    if not file.is_file():
+        return {}
+    found = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        row = json.loads(line)
+        key = tuple(row[k] for k in ("kernel", "bits", "dim", "dim_v", "mask"))
+        found[key] = (Tile.of(row["tile"]), f"from {name}:{number}")
+    return found
+
+
+def _never(p: Problem, dev: Device, tile: Tile) -> bool:
+    return False
+
+
+def lookup(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile | None, str]:
+    """The tuned tile for a problem, else the kernel's first legal one; and where it comes from."""
+    legal = list(spec.tiles(p, dev))
+    if not legal:
+        return None, ""
+    key = (spec.name, p.dtype.itemsize * 8, bucket(p.dim), bucket(p.dim_v))
+    for kind in dict.fromkeys((mask_class(p), "band" if mask_class(p) == "mods" else "full")):
+        tile, source = rows(dev.arch).get((*key, kind), (None, ""))
+        if tile is not None and (tile in legal or getattr(spec, "fits", _never)(p, dev, tile)):
+            return tile, source
+    return legal[0], "first legal tile"

@@ -1,0 +1,247 @@
+"""The public functions: what they say, and how they sit in torch."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import sartor
+from sartor import kernels, mods, ops, testing
+from sartor.device import ARCHITECTURES
+from sartor.problem import Call
+
+
+def inputs(sq=9, skv=13, dtype=torch.float32, **rest):
+    return testing.make_inputs(2, 4, 2, sq, skv, 8, dtype=dtype, layout="bshd", **rest)
+
+
+# ---- explain and Unsupported
+
+
+def test_explain_names_the_plan_and_the_reasons():
+    q, k, v = inputs(sq=13)
+    plain = sartor.explain(q, k, v, causal=True)
+    assert plain.plan.kernel.name == "torch_cpu"
+    assert plain.backward.kernel.name == "blocked_backward"
+    capped = sartor.explain(q, k, v, softcap=2.0, return_lse=True)
+    assert capped.plan.kernel.name == "blocked"
+    assert any("softcap" in reason for reason in capped.refused["torch_cpu"])
+    text = str(capped)
+    for word in ("b=2", "h=4/2", "sq=13", "softcap", "torch_cpu: no", "forward:", "blocked_backward"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "reason"),
+    [
+        ({"causal": True, "softmax_scale": 0.0}, {}, "softmax_scale"),
+        ({"causal": True}, {"skv": 14}, "13 and 14"),
+        ({"window": (3, 0)}, {}, "window"),
+        ({"mask": torch.ones(13, 13).bool()}, {}, "tensor"),
+        ({"bias": torch.ones(13, 13)}, {}, "bias"),
+        ({"sinks": torch.ones(4)}, {}, "sinks"),
+        ({"out_dtype": torch.float32}, {"dtype": torch.bfloat16}, "out_dtype bfloat16, got float32"),
+        ({}, {"skv": 0}, "0"),
+    ],
+)
+def test_why_not_torch(options, change, reason):
+    q, k, v = inputs(**{"sq": 13, **change})
+    refused = sartor.explain(q, k, v, **options).refused["torch_cpu"]
+    assert any(reason in r for r in refused)
+    with pytest.raises(sartor.Unsupported, match=reason) as caught:
+        sartor.attention(q, k, v, kernel="torch", **options)
+    assert isinstance(caught.value, NotImplementedError)
+    assert "torch_cpu cannot because" in str(caught.value)
+
+
+def test_explain_for_another_device():
+    q, k, v = (t.to("meta") for t in inputs(dtype=torch.bfloat16))
+    assert "NVIDIA H200" in str(sartor.explain(q, k, v, device=ARCHITECTURES[90]))
+
+
+def test_explain_says_what_is_copied():
+    q, k, v = inputs()
+    wide = torch.stack([q, q], -1)[..., 0]
+    assert any("q is copied" in note for note in sartor.explain(wide, k, v).notes)
+
+
+def test_explain_takes_what_attention_takes():
+    q, k, v = inputs()
+    options = {n: p.default for n, p in inspect.signature(sartor.attention).parameters.items() if n not in "qkv"}
+    assert sartor.explain(q, k, v, **options).plan is not None
+
+
+def test_registry():
+    for name in (*kernels.FORWARD, *kernels.BACKWARD):
+        assert kernels.load(name).name == name
+        assert len(kernels.source_hash(name)) == 16
+    for name in kernels.FORWARD:
+        assert set(kernels.load(name).backwards) <= set(kernels.BACKWARD)
+
+
+# ---- results
+
+
+def test_out_dtype():
+    q, k, v = inputs(dtype=torch.bfloat16)
+    for family in ("blocked", "reference"):
+        out = sartor.attention(q, k, v, out_dtype=torch.float32, kernel=family)
+        assert out.dtype == torch.float32
+        up = [t.double() for t in (q, k, v)]
+        exact = sartor.attention(*up, kernel="reference")
+        testing.check(out, exact.float(), exact, dtype=torch.float32)
+        testing.verify(q, k, v, out_dtype=torch.float32, kernel=family)
+
+
+def test_lse_gradient_of_merged_halves():
+    """Two calls merged through lse have the gradients of one call."""
+    q, k, v = inputs()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    halves = [
+        sartor.attention(leaves[0], leaves[1][:, part], leaves[2][:, part], return_lse=True)
+        for part in (slice(0, 5), slice(5, None))
+    ]
+    out, lse = sartor.merge_states(*halves[0], *halves[1])
+    dout, dlse = testing.make_like(out), testing.make_like(lse, 2)
+    grads = torch.autograd.grad([out, lse], leaves, [dout, dlse])
+    found = {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+    testing.check_all(found, q, k, v, dout, dlse)
+
+
+def test_merge_states_refuses():
+    out, lse = torch.zeros(2, 9, 4, 8), torch.zeros(2, 4, 9)
+    with pytest.raises(ValueError, match=r"out2.*\(2, 8, 4, 8\)"):
+        sartor.merge_states(out, lse, out[:, :8], lse)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_layout(layout):
+    q, k, v = testing.make_inputs(2, 4, 2, 9, 13, 8, dim_v=5, dtype=torch.float32, layout=layout)
+    out = sartor.attention(q, k, v, layout=layout)
+    assert out.shape == ((2, 9, 4, 5) if layout == "bshd" else (2, 4, 9, 5))
+    testing.verify(q, k, v, layout=layout, bias=torch.randn(4, 9, 13), through_lse=True)
+
+
+def test_plans_are_found_again():
+    q, k, v = inputs()
+    first = ops.prepare(Call(q, k, v, causal=True))
+    assert ops.prepare(Call(q.clone(), k, v, causal=True)) is first
+    assert ops.prepare(Call(q, k, v)) is not first
+    assert ops.prepare(Call(q, k[:, :12], v[:, :12], causal=True)) is not first
+
+
+def test_a_plan_does_not_remember_data():
+    q, k, v = inputs()
+    for n in (3, 7, 13):
+        for mask in (mods.prefix(n), mods.prefix(torch.tensor([n])), torch.arange(13) < n):
+            testing.verify(q, k, v, mask=mask, gradients=False)
+
+
+# ---- torch
+
+
+FEATURES = {
+    "plain": {},
+    "band": {"causal": True, "window": (5, 2), "softcap": 2.0},
+    "tensors": {"alibi_slopes": torch.rand(4), "sinks": torch.randn(4), "bias": torch.randn(4, 9, 13)},
+    "bool": {"mask": torch.rand(9, 13) > 0.3},
+    "mods": {"mask": mods.prefix(torch.tensor([5, 9])) & mods.causal()},
+    "out_dtype": {"out_dtype": torch.float32},
+}
+
+
+def leaves_of(options, dtype=torch.float32):
+    q, k, v = (t.requires_grad_() for t in inputs(dtype=dtype))
+    own = {n: o.clone().requires_grad_() if n in ("bias", "sinks") else o for n, o in options.items()}
+    return (q, k, v), own
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_compile(name):
+    torch._dynamo.reset()
+    (q, k, v), options = leaves_of(FEATURES[name])
+    leaves = [q, k, v, *(o for n, o in options.items() if n in ("bias", "sinks"))]
+    call = lambda q, k, v: sartor.attention(q, k, v, return_lse=True, **options)  # noqa: E731 - compiled and not
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        out, lse = function(q, k, v)
+        grads = torch.autograd.grad([out.sum(), lse.sum()], leaves)
+        results.append([out.detach(), lse.detach(), *grads])
+    for x, y in zip(*results, strict=True):
+        assert x.shape == y.shape
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_opcheck(name):
+    (q, k, v), options = leaves_of(FEATURES[name])
+    arguments = ops.as_operator_arguments(Call(q, k, v, **options))
+    torch.library.opcheck(torch.ops.sartor.attention, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(torch.ops.sartor.attention, arguments, test_utils=("test_autograd_registration",))
+
+
+def test_opcheck_backward():
+    (q, k, v), options = leaves_of(FEATURES["tensors"])
+    with torch.no_grad():
+        arguments = ops.as_operator_arguments(Call(q, k, v, **options))
+        out, lse = torch.ops.sartor.attention(*arguments)
+        arguments = (testing.make_like(out), testing.make_like(lse), out, lse, *arguments)
+        torch.library.opcheck(
+            torch.ops.sartor.attention_backward, arguments, test_utils=("test_schema", "test_faketensor")
+        )
+
+
+@pytest.mark.parametrize("kernel", ["torch", "blocked", "reference"])
+def test_opcheck_strides(kernel):
+    """The fake promises the strides that every kernel's results have."""
+    for sq in (1, 9):
+        q, k, v = (t.transpose(1, 2) for t in testing.make_inputs(2, 4, 2, sq, 13, 8, dtype=torch.float32))
+        for query in (q, q[::2], q.flip(1)[:, :, :3].repeat_interleave(2, 2)[:, :, :4]):
+            arguments = ops.as_operator_arguments(Call(query, k[: len(query)], v[: len(query)], kernel=kernel))
+            torch.library.opcheck(torch.ops.sartor.attention, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_opcheck_dynamic():
+    (q, k, v), _ = leaves_of({})
+    arguments = ops.as_operator_arguments(Call(q, k, v, causal=True))
+    torch.library.opcheck(torch.ops.sartor.attention, arguments, test_utils=("test_aot_dispatch_dynamic",))
+
+
+def test_flop_counter():
+    q, k, v = inputs(requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        out = sartor.attention(q, k, v)
+    assert counter.get_total_flops() == 4 * 2 * 4 * 9 * 13 * 8
+    with FlopCounterMode(display=False) as counter:
+        sartor.attention(q, k, v).sum().backward()
+    assert counter.get_total_flops() == 3.5 * 4 * 2 * 4 * 9 * 13 * 8
+    assert out.shape == q.shape
+
+
+def test_autocast():
+    q, k, v = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sartor.attention(q, k, v).dtype == torch.bfloat16
+        assert sartor.attention(*(t.double() for t in (q, k, v))).dtype == torch.float64
+        assert sartor.explain(q, k, v).problem.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_meta(name):
+    q, k, v = (t.to("meta") for t in inputs(dtype=torch.bfloat16))
+    options = FEATURES[name]
+    if "mask" in options and isinstance(options["mask"], mods.Mask):
+        options = {"mask": mods.prefix(torch.zeros(2, dtype=torch.int32, device="meta"))}
+    options = {n: o.to("meta") if isinstance(o, torch.Tensor) else o for n, o in options.items()}
+    out, lse = sartor.attention(q, k, v, return_lse=True, **options)
+    assert (out.shape, out.dtype) == (q.shape, options.get("out_dtype", torch.bfloat16))
+    assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
+
+
+def test_meta_is_still_validated():
+    q, k, v = (t.to("meta") for t in inputs())
+    with pytest.raises(ValueError, match="softcap"):
+        sartor.attention(q, k, v, softcap=-1.0)

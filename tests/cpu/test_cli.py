@@ -1,0 +1,66 @@
+"""The command line: friendly errors, pure explanations, an ad-hoc bench from end to end."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import sartor
+from sartor.cli import app
+from sartor.lab.adhoc import number, pair
+
+
+def invoke(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(args))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.output
+
+
+def test_version() -> None:
+    assert invoke("--version").strip() == f"sartor {sartor.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("bench", "--suite", "nope"), "got 'nope'"),
+        (("bench",), "--suite NAME"),
+        (("bench", "--dim", "64x"), "got '64x'"),
+        (("bench", "--dim", "64", "--providers", "magic"), "got 'magic'"),
+        (("bench", "--dim", "64", "--modes", "up"), "got 'up'"),
+        (("bench", "--dim", "64", "--mask", "holes"), "got 'holes'"),
+        (("bench", "--quick", "--device", "tpu"), "got 'tpu'"),
+        (("explain", "--dtype", "float7"), "got 'float7'"),
+        (("explain", "--device", "sm33"), "got 'sm33'"),
+        (("explain", "--heads", "8/3"), "multiple"),
+        (("plot", "paper", "--out", "nowhere"), "no record"),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(args: tuple[str, ...], words: str) -> None:
+    output = invoke(*args, code=2)
+    assert words in output
+    assert "Traceback" not in output
+
+
+def test_explain_plans_for_an_architecture_that_is_not_here() -> None:
+    output = invoke("explain", "--device", "sm90", "--seqlen", "4k", "--dim", "128", "--mask", "causal")
+    assert "H200" in output
+    assert "forward:" in output
+
+
+def test_bench_lists_its_suites() -> None:
+    assert "paper" in invoke("bench", "--list")
+
+
+def test_bench_writes_records_and_prints_the_command_again(tmp_path: Path) -> None:
+    flags = ["--dim", "16,24", "--seqlen", "64", "--heads", "2", "--batch", "1", "--causal", "both", "--rounds", "1"]
+    output = invoke("bench", *flags, "--device", "cpu", "--providers", "sartor,sdpa", "--out", str(tmp_path))
+    assert "vs sdpa" in output
+    assert len((tmp_path / "cpu" / "adhoc.jsonl").read_text().splitlines()) == 2 + 4 * 2
+    assert (tmp_path / "cpu" / "adhoc-fwd-float32.png").is_file()
+
+
+@pytest.mark.parametrize(("text", "value"), [("512", 512), ("1k", 1024), ("16K", 16384)])
+def test_numbers_may_be_in_k(text: str, value: int) -> None:
+    assert number(text, "seqlen") == value
+    assert pair(f"{text}/7", "dim") == (value, 7)

@@ -1,0 +1,194 @@
+"""The bench on small problems: who may run, what agrees, what a record holds, what is printed of it."""
+
+import csv
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sartor.lab import plots, providers, records, report, roofline, tables, timing
+from sartor.lab.accuracy import Judge
+from sartor.lab.bench import Session
+from sartor.lab.memory import peak_mib
+from sartor.lab.records import CEILINGS, Record, Run, Store
+from sartor.lab.suites import Suite
+from sartor.lab.timing import Budget
+from sartor.lab.workloads import Inputs, Workload
+
+CPU = torch.device("cpu")
+FAST = Budget(rounds=2, round_ms=1.0, warmup_ms=0.5)
+SMALL = Workload(1, 2, 2, 48, 48, 16, 16, "float32", "causal", "fwd")
+CONTRACT = [
+    "run_id", "suite", "provider", "mode", "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim",
+    "dim_v", "mask", "ms", "ms_p20", "ms_p80", "tflops", "gbps", "pct_ceiling", "peak_mem_mib", "host_us",
+    "first_call_s", "err_rel", "err_max", "err_budget", "skipped", "plan", "device", "clock_mhz_before",
+    "clock_mhz_after", "driver", "cuda", "torch", "triton", "commit", "dirty", "kernel_hash", "time",
+]  # fmt: skip
+
+
+@pytest.fixture
+def fast_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = roofline.Ceilings({"float32": 0.1}, 10.0)
+    monkeypatch.setattr(roofline, "measure", lambda device, dtypes: found)
+
+
+def measured(suite: Suite, out: Path) -> list[Record]:
+    session = Session(Run.start(suite.name, CPU), CPU, FAST)
+    store, found = Store(out, session.run), []
+    for rows in session.measure(suite):
+        store.add(rows)
+        found += rows
+    store.close(replace=True)
+    return found
+
+
+def suite(*workloads: Workload, who: tuple[str, ...] = ("sartor", "sdpa", "eager", "sdpa-flash")) -> Suite:
+    return Suite("tiny", "", "sdpa", tuple((w, who) for w in workloads))
+
+
+def test_record_keys_are_the_contract() -> None:
+    assert [f.name for f in fields(Record)][: len(CONTRACT)] == CONTRACT
+
+
+def test_a_run_becomes_records_csv_and_tables(tmp_path: Path, fast_ceilings: None) -> None:
+    found = measured(suite(SMALL, replace(SMALL, mode="bwd")), tmp_path)
+    lines = (tmp_path / "cpu" / "tiny.jsonl").read_text().splitlines()
+    assert [json.loads(line)["provider"] for line in lines] == [r.provider for r in found]
+    with (tmp_path / "cpu" / "tiny.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(lines)
+    by_name = {(r.provider, r.mode): r for r in records.read(tmp_path / "cpu" / "tiny.jsonl")}
+    ours = by_name["sartor", "fwd"]
+    assert ours.ms is not None
+    assert ours.ms_p20 <= ours.ms <= ours.ms_p80
+    assert ours.err_max <= ours.err_budget
+    assert ours.cos_sim == pytest.approx(1.0)
+    assert ours.kernel_hash
+    assert ours.plan
+    flash = by_name["sdpa-flash", "fwd"]
+    assert flash.ms is None
+    assert flash.skipped == "needs an NVIDIA GPU"
+    assert by_name["ceiling-copy", CEILINGS].gbps == 10.0
+    text = tables.speed([r for r in found if r.mode == "bwd"], "sdpa").markdown()
+    assert "| - |" in text
+    assert "sdpa-flash: needs an NVIDIA GPU" in text
+
+
+def test_replacing_keeps_only_the_last_run_of_a_mode(tmp_path: Path, fast_ceilings: None) -> None:
+    one = suite(SMALL, who=("eager",))
+    measured(one, tmp_path)
+    last = measured(one, tmp_path)
+    found = records.read(tmp_path / "cpu" / "tiny.jsonl")
+    assert {r.run_id for r in found} == {last[0].run_id}
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa-math", "sdpa", "sartor"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window8", "document3", "tensor", "bias", "prefix20"])
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_providers_compute_the_same(name: str, mask: str, mode: str) -> None:
+    w = Workload(2, 4, 2, 32, 32, 16, 16, "float32", mask, mode)
+    provider, x = providers.get(name), Inputs.make(w, CPU)
+    assert provider.why_not(w, CPU) == ""
+    judge = Judge.make(w, x)
+    assert judge is not None
+    verdict = judge.judge(provider.make(w, x))
+    assert verdict.ok, verdict.over
+
+
+@pytest.mark.parametrize(("sq", "skv"), [(24, 40), (1, 32)])
+@pytest.mark.parametrize("name", ["eager", "sdpa", "sartor"])
+def test_causal_is_aligned_to_the_bottom_right(name: str, sq: int, skv: int) -> None:
+    w = replace(SMALL, seqlen_q=sq, seqlen_kv=skv)
+    x = Inputs.make(w, CPU)
+    judge = Judge.make(w, x)
+    assert judge is not None
+    verdict = judge.judge(providers.get(name).make(w, x))
+    assert verdict.ok, verdict.over
+
+
+def test_a_wrong_result_is_over_its_budget() -> None:
+    x = Inputs.make(SMALL, CPU)
+    judge = Judge.make(SMALL, x)
+    assert judge is not None
+    right = providers.get("sdpa").make(SMALL, x)
+    assert not judge.judge(lambda q, k, v: right(q, k, v) * 1.001).ok
+
+
+def test_reasons_are_sentences_and_a_kernel_by_name_never_falls_back(tmp_path: Path, fast_ceilings: None) -> None:
+    found = measured(suite(replace(SMALL, mask="softcap30"), who=("sdpa", "sartor:triton")), tmp_path)
+    skipped = {r.provider: r.skipped for r in found if r.mode != CEILINGS}
+    assert skipped["sdpa"] == "SDPA has no softcap"
+    assert "triton" in skipped["sartor:triton"]
+    with pytest.raises(ValueError, match="got 'sdpb'"):
+        providers.get("sdpb")
+
+
+def test_timing_interleaves_every_candidate_equally() -> None:
+    calls: list[str] = []
+    runs = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    found = timing.interleave(runs, CPU, Budget(rounds=3, round_ms=0.01, warmup_ms=0.0))
+    assert {len(t.samples) for t in found.values()} == {3} | {len(found["a"].samples)}
+    assert all(t.at(0.2) <= t.ms <= t.at(0.8) for t in found.values())
+
+
+def test_peak_memory_counts_what_is_freed_again() -> None:
+    def run() -> torch.Tensor:
+        big = torch.ones(1 << 20)  # 4 MiB
+        return big.sum() + torch.ones(1 << 18).sum()
+
+    assert 4.9 < peak_mib(run, CPU) < 6.5
+
+
+def record(**changes: object) -> Record:
+    run = Run("r1", "head-dims", {"device": "h200", "torch": "2"})
+    found = Record.of(run, "sartor", replace(SMALL, dim=64, dim_v=64))
+    for key, value in {"ms": 1.0, "tflops": 1.0, "time": "2026-01-01", **changes}.items():
+        setattr(found, key, value)
+    return found
+
+
+def test_head_dims_table_gives_the_line_between_powers_of_two() -> None:
+    rows = [record(dim=d, dim_v=d, ms=ms, smem_bytes=1024 * d) for d, ms in ((64, 1.0), (96, 1.6), (128, 2.0))]
+    table = tables.head_dims(rows, "sdpa-cudnn")
+    cells = dict(zip(table.headers, table.rows[1], strict=True))
+    assert cells["D"] == "96"
+    assert (cells["FLOPs saved"], cells["smem saved"]) == ("25 %", "25 %")
+    assert (cells["time / padded"], cells["time / line"]) == ("0.80", "1.07")
+
+
+def test_figures_without_evidence_say_so(tmp_path: Path) -> None:
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    ours = record(plan="triton_forward[128x64 w4 s2] grid", kernel_hash="abc")
+    (folder / "head-dims.jsonl").write_text(ours.to_json() + "\n")
+    assert "unverified" in report.render("h200/head-dims/fwd", tmp_path)
+    evidence = {"kernels": {"triton_forward": "abc"}, "failed": 0, "over_budget": 0, "passed": 3}
+    (folder / "evidence.json").write_text(json.dumps(evidence))
+    assert "unverified" not in report.render("h200/head-dims/fwd", tmp_path)
+    (folder / "evidence.json").write_text(json.dumps(evidence | {"failed": 1}))
+    assert "unverified" in report.render("h200/head-dims/fwd", tmp_path)
+
+
+def test_report_rewrites_between_markers_only(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- sartor:report h200/paper/fwd -->\nstale\n<!-- /sartor:report -->\nb\n")
+    assert not report.update(readme, tmp_path, check=True)
+    report.update(readme, tmp_path, check=False)
+    assert "stale" not in readme.read_text()
+    assert readme.read_text().startswith("a\n")
+    assert report.update(readme, tmp_path, check=True)
+    with pytest.raises(ValueError, match="DEVICE/SUITE/VIEW"):
+        report.rewrite("<!-- sartor:report nonsense -->\n<!-- /sartor:report -->", tmp_path)
+
+
+def test_plots_are_drawn_from_records(tmp_path: Path) -> None:
+    found = [
+        record(provider=name, seqlen_q=n, seqlen_kv=n, mask=mask, ms=n / 100, peak_mem_mib=n / 10, suite="tiny")
+        for name in ("sartor", "sdpa", "sartor:triton") for n in (512, 1024, 2048) for mask in ("full", "causal")
+    ]  # fmt: skip
+    files = plots.draw(found, tmp_path, ("latency", "memory", "head_dims", "grid"))
+    assert [f.name for f in files] == [
+        "tiny-latency.png", "tiny-memory.png", "tiny-tflops.png", "tiny-fwd-float32.png"
+    ]  # fmt: skip
+    assert all(f.read_bytes().startswith(b"\x89PNG") for f in files)

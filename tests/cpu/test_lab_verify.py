@@ -1,0 +1,38 @@
+"""Evidence: what is counted of a test run, and what a run that did not happen counts as."""
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+from sartor.lab import check, verify
+from sartor.lab.workloads import Workload
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="a" name="ok"/><testcase classname="a" name="no"><failure/></testcase>
+<testcase classname="a" name="bad"><error/></testcase><testcase classname="a" name="not"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_counts_of_a_test_run() -> None:
+    found = verify.counts(ET.fromstring(JUNIT))
+    assert found == {"passed": 1, "failed": 2, "skipped": 1, "failures": ["a::no", "a::bad"]}
+
+
+def test_a_run_without_tests_is_a_failure() -> None:
+    assert verify.counts(ET.fromstring("<testsuites/>"))["failed"] == 1
+
+
+def test_tests_are_run_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_passes(): pass\ndef test_fails(): assert False\n")
+    found = verify.run_tests(tmp_path, 60, marker="not gpu")
+    assert (found["passed"], found["failed"]) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_check_judges_a_kernel_by_name(mode: str) -> None:
+    row = check.judge(Workload(1, 2, 1, 40, 40, 24, 24, "float32", "causal", mode), torch.device("cpu"), "reference")
+    assert row.ok
+    assert row.plan.startswith("reference")
+    assert check.table([row]).rows[0][-1] == "ok"

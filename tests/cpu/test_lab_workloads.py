@@ -1,0 +1,120 @@
+"""Workloads: FLOPs and bytes by definition, patterns against a literal mask, suites that parse."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sartor.lab import suites
+from sartor.lab.providers import get, names, options
+from sartor.lab.workloads import Inputs, Pattern, Workload, document_ids, key_span
+
+MASKS = ["full", "causal", "causal_top_left", "window5", "prefix7", "window3+prefix9", "causal_top_left+window4"]
+
+
+def workload(mask: str = "full", mode: str = "fwd", sq: int = 16, skv: int = 16, **changes: int) -> Workload:
+    sizes = {"batch": 2, "heads_q": 4, "heads_kv": 2, "dim": 8, "dim_v": 8} | changes
+    return Workload(**sizes, seqlen_q=sq, seqlen_kv=skv, dtype="float32", mask=mask, mode=mode)
+
+
+def literal(mask: str, sq: int, skv: int) -> np.ndarray:
+    """The mask by a double loop over its definition."""
+    p, keep = Pattern.parse(mask), np.zeros((sq, skv), bool)
+    shift = 0 if p.causal == "top_left" else skv - sq
+    ids = document_ids(p.document, skv) if p.document else None
+    for i in range(sq):
+        for j in range(skv):
+            ok = not (p.causal or p.window) or j <= i + shift
+            ok &= not p.window or i + shift - j < p.window
+            ok &= not p.prefix or j < p.prefix
+            ok &= ids is None or ids[i] == ids[j]
+            keep[i, j] = ok
+    return keep
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "document3", "causal+document4"])
+@pytest.mark.parametrize(("sq", "skv"), [(16, 16), (12, 20), (20, 12), (1, 16)])
+def test_key_spans_equal_the_literal_mask(mask: str, sq: int, skv: int) -> None:
+    if "document" in mask and sq != skv:
+        pytest.skip("documents are laid over equal lengths")
+    lo, hi = key_span(Pattern.parse(mask), sq, skv)
+    keys = np.arange(skv)
+    assert ((keys >= lo[:, None]) & (keys < hi[:, None]) == literal(mask, sq, skv)).all()
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "document3", "causal+document4"])
+def test_sartor_is_asked_for_the_same_mask(mask: str) -> None:
+    w = workload(mask)
+    x = Inputs.make(w, torch.device("cpu"))
+    mine, found = torch.from_numpy(literal(mask, 16, 16)), options(w, x)
+    import sartor
+    from sartor.problem import Call, mods
+
+    q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+    found.pop("layout")
+    theirs, _ = mods(Call(q, k, v, **found))
+    if theirs is None:
+        assert mine.all()
+    else:
+        assert isinstance(theirs, sartor.mods.Mask)
+        assert (theirs.materialize(2, 4, 16, 16) == mine).all()
+
+
+def test_flops_follow_the_convention() -> None:
+    square = workload("causal", sq=64, skv=64)
+    assert square.flops == 4 * 2 * 4 * 64 * 64 * 8 / 2
+    assert workload(sq=64, skv=32, dim=8, dim_v=4).flops == 2 * 2 * 4 * 64 * 32 * 12
+    assert workload(mode="bwd").flops == 2.5 * workload().flops
+    assert workload("window4", sq=8, skv=8).pairs == 1 + 2 + 3 + 4 * 5
+
+
+def test_bytes_count_every_tensor_once() -> None:
+    w = workload(sq=10, skv=20)
+    q, kv = 2 * 4 * 10 * 8 * 4, 2 * 2 * 20 * 8 * 4
+    assert w.bytes == 2 * q + 2 * kv + 2 * 4 * 10 * 4
+
+
+@given(st.integers(1, 40), st.integers(1, 500))
+def test_documents_cover_the_sequence_in_order(documents: int, seqlen: int) -> None:
+    ids = document_ids(documents, seqlen)
+    assert ids.shape == (seqlen,)
+    assert (np.diff(ids) >= 0).all()
+    assert 0 <= ids[0] <= ids[-1] < documents
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mask": "causel"}, "got 'causel'"),
+        ({"mode": "sideways"}, "got 'sideways'"),
+        ({"heads_kv": 3}, "multiple of heads_kv"),
+    ],
+)
+def test_wrong_workloads_are_refused_in_words(changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        workload(**{"mask": "full", **changes})
+
+
+@pytest.mark.parametrize("name", suites.available())
+def test_every_suite_loads_and_names_known_providers(name: str) -> None:
+    suite = suites.load(name)
+    assert suite.cases
+    assert suite.description
+    for _, who in suite.cases:
+        assert [get(p).name for p in who] == list(who)
+        assert suite.baseline in names()
+
+
+def test_unknown_grid_keys_and_suites_are_refused() -> None:
+    with pytest.raises(ValueError, match="seqlenn"):
+        suites.parse("x", {"grid": [{"heads": 1, "dim": 8, "seqlenn": 3}]})
+    with pytest.raises(ValueError, match="got 'nope'"):
+        suites.load("nope")
+
+
+def test_paper_suite_is_the_grid_of_16k_tokens() -> None:
+    cases = suites.load("paper").cases
+    assert len(cases) == 2 * 3 * 6 * 2
+    assert {w.batch * w.seqlen_q for w, _ in cases} == {16384}
+    assert {w.heads_q * w.dim for w, _ in cases} == {2048}

@@ -1,0 +1,224 @@
+"""Every mask against a literal matrix, the soundness of its bounds, and what the tracer says to bad functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sartor import mods
+from sartor.mods.core import BIG, Program, resolve
+from sartor.mods.expr import Expr, diff, evaluate, lift
+from sartor.mods.masks import from_tensor
+
+
+def matrix(text):
+    """Rows of # (visible) and . (masked)."""
+    return torch.tensor([[c == "#" for c in row] for row in text.split()])
+
+
+LITERAL = {
+    "causal": (mods.causal(), "##... ###.. ####. #####"),
+    "causal_tall": (mods.causal(), "... ... #.. ##. ###"),
+    "causal_top_left": (mods.causal("top_left"), "#.... ##... ###.. ####."),
+    "window": (mods.window(1, 0), "##... .##.. ..##. ...##"),
+    "window_both": (mods.window(1, 1), "###.. .###. ..### ...##"),
+    "window_top_left": (mods.window(0, 1, "top_left"), "##... .##.. ..##. ...##"),
+    "window_left_open": (mods.window(None, 0), "##... ###.. ####. #####"),
+    "window_right_open": (mods.window(0, -1), ".#### ..### ...## ....#"),
+    "window_open": (mods.window(None, None), "##### ##### ##### #####"),
+    "prefix": (mods.prefix(2), "##... ##... ##... ##..."),
+    "prefix_none": (mods.prefix(0), "..... ..... ..... ....."),
+    "prefix_tensor": (mods.prefix(torch.tensor([3])), "###.. ###.. ###.. ###.."),
+    "document": (mods.document(torch.tensor([[0, 0, 1, 2]])), "##.. ##.. ..#. ...#"),
+    "document_scattered": (mods.document(torch.tensor([[0, 1, 0, 1]])), "#.#. .#.# #.#. .#.#"),
+    "document_kv": (mods.document(torch.tensor([[0, 1]]), torch.tensor([[1, 0, 2]])), ".#. #.."),
+    "tensor": (from_tensor(matrix("#.# .#.")), "#.# .#."),
+    "and": (mods.causal() & mods.prefix(2), "##... ##... ##... ##..."),
+    "or": (mods.window(0, 0) | mods.prefix(1), "##... #.#.. #..#. #...#"),
+    "not": (~mods.causal("top_left"), ".#### ..### ...## ....#"),
+    "sinks_and_window": (mods.causal() & (mods.prefix(1) | mods.window(1, 0)), "##... ###.. #.##. #..##"),
+    "user": (mods.Mask(lambda b, h, q, kv, aux: (q + kv) % aux[0] == 0, (2,)), "#.#.# .#.#. #.#.# .#.#."),
+}
+
+
+@pytest.mark.parametrize("name", LITERAL)
+def test_literal(name):
+    mask, text = LITERAL[name]
+    want = matrix(text)
+    got = mask.materialize(1, 1, *want.shape)
+    assert got.dtype == torch.bool
+    assert torch.equal(got[0, 0], want)
+    assert_sound(mask, 1, 1, *want.shape)
+
+
+def test_masks_of_batch_and_head():
+    lengths = mods.prefix(torch.tensor([1, 3]))
+    assert lengths.materialize(2, 1, 1, 4).int().sum(-1).flatten().tolist() == [1, 3]
+    per_head = mods.Mask(lambda b, h, q, kv, aux: kv <= h)
+    assert per_head.materialize(1, 3, 1, 4).int().sum(-1).flatten().tolist() == [1, 2, 3]
+
+
+def spans(mask, which, batch, heads, sq, skv):
+    """lo, hi, full_lo, full_hi as (batch, heads, positions) tensors."""
+    n = sq if which == "rows" else skv
+    axes = (torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(-1, 1, 1))
+    position = torch.arange(n).view((-1, 1) if which == "rows" else (1, -1))
+    aux = tuple(resolve(a, sq, skv) for a in mask.aux)
+    found = getattr(mask, which)(*axes, position, aux)
+    shape = (batch, heads, n, 1) if which == "rows" else (batch, heads, 1, n)
+    return [torch.as_tensor(x).expand(shape).reshape(batch, heads, n) for x in found]
+
+
+def assert_sound(mask, batch, heads, sq, skv):
+    """`rows` and `cols` never exclude a visible pair, and what they call full is visible."""
+    keep = mask.materialize(batch, heads, sq, skv)
+    for which, matrix_, other in (("rows", keep, skv), ("cols", keep.transpose(2, 3), sq)):
+        lo, hi, full_lo, full_hi = spans(mask, which, batch, heads, sq, skv)
+        at = torch.arange(other)
+        inside = (at >= lo[..., None]) & (at < hi[..., None])
+        full = (at >= full_lo[..., None]) & (at < full_hi[..., None])
+        assert not (matrix_ & ~inside).any(), which
+        assert not (full & ~matrix_).any(), which
+
+
+SIDES = st.none() | st.integers(-1, 12)
+ALIGN = st.sampled_from(["bottom_right", "top_left"])
+BATCH, HEADS = 2, 2
+
+
+@st.composite
+def leaves(draw, sq, skv):
+    """A mask without operators."""
+    kind = draw(st.sampled_from(["causal", "window", "prefix", "lengths", "document", "tensor", "user"]))
+    if kind == "causal":
+        return mods.causal(draw(ALIGN))
+    if kind == "window":
+        return mods.window(draw(SIDES), draw(SIDES), draw(ALIGN))
+    if kind == "prefix":
+        return mods.prefix(draw(st.integers(0, skv + 2)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    if kind == "lengths":
+        return mods.prefix(torch.randint(0, skv + 2, (BATCH,), generator=generator))
+    if kind == "document":
+        ids, kv_ids = (
+            torch.randint(0, 3, (draw(st.sampled_from([1, BATCH])), n), generator=generator) for n in (sq, skv)
+        )
+        ordered = draw(st.booleans())
+        return mods.document(ids.sort(1).values if ordered else ids, kv_ids.sort(1).values if ordered else kv_ids)
+    if kind == "tensor":
+        return from_tensor(torch.rand(BATCH, 1, sq, skv, generator=generator) > 0.3)
+    step = draw(st.integers(2, 4))
+    return mods.Mask(lambda b, h, q, kv, aux: (q * 3 + kv + h + b) % aux[0] != 0, (step,))
+
+
+@st.composite
+def masks(draw, sq, skv, depth=2):
+    """A mask made of others by &, | and ~."""
+    sign = draw(st.sampled_from(["leaf", "&", "|", "~"])) if depth else "leaf"
+    if sign == "leaf":
+        return draw(leaves(sq, skv))
+    left = draw(masks(sq, skv, depth - 1))
+    if sign == "~":
+        return ~left
+    right = draw(masks(sq, skv, depth - 1))
+    return left & right if sign == "&" else left | right
+
+
+@settings(max_examples=150, derandomize=True, deadline=None, database=None)
+@given(st.data())
+def test_bounds_are_sound(data):
+    sq, skv = data.draw(st.integers(0, 12)), data.draw(st.integers(0, 12))
+    assert_sound(data.draw(masks(sq, skv)), BATCH, HEADS, sq, skv)
+
+
+def test_operators_are_those_of_matrices():
+    a, b = mods.causal(), mods.window(2, 1, "top_left")
+    full = [m.materialize(1, 1, 7, 9) for m in (a, b, a & b, a | b, ~a)]
+    assert torch.equal(full[2], full[0] & full[1])
+    assert torch.equal(full[3], full[0] | full[1])
+    assert torch.equal(full[4], ~full[0])
+
+
+# ---- the tracer
+
+
+@pytest.mark.parametrize(
+    ("function", "word"),
+    [
+        (lambda b, h, q, kv, aux: q > 3 and kv > 3, "`and`"),
+        (lambda b, h, q, kv, aux: not q > 3, "`not`"),
+        (lambda b, h, q, kv, aux: 0 <= kv < q, "`and`"),
+        (lambda b, h, q, kv, aux: aux[0][q] > 0, "indexed"),
+        (lambda b, h, q, kv, aux: sum(q) > 0, "iteration"),
+        (lambda b, h, q, kv, aux: kv < "7", "str"),
+        (lambda b, h, q, kv, aux: None, "NoneType"),
+    ],
+)
+def test_bad_functions_are_refused(function, word):
+    with pytest.raises(TypeError, match=word):
+        mods.Mask(function, (1,))
+
+
+def test_bad_arguments_are_refused():
+    for call, word in (
+        (lambda: mods.Mask(3), "mask"),
+        (lambda: mods.causal("middle"), "align"),
+        (lambda: mods.window(-2, 0), "left"),
+        (lambda: mods.window(0, 1.5), "right"),
+        (lambda: mods.document(torch.zeros(3, dtype=torch.int32)), "ids"),
+        (lambda: mods.document(torch.zeros(1, 3)), "ids"),
+        (lambda: mods.causal() & torch.ones(3, 3), "&"),
+        (lambda: from_tensor(torch.ones(3, 3)), "bool"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=word):
+            call()
+
+
+def test_equal_text_is_an_equal_program():
+    def make(n):
+        return mods.Mask(lambda b, h, q, kv, aux: q - kv < aux[0], (n,))
+
+    programs = [Program.of(make(n), None)[0] for n in (3, 4)]
+    assert programs[0] == programs[1]
+    closed = [Program.of(mods.Mask(lambda b, h, q, kv, aux, n=n: q - kv < n), None)[0] for n in (3, 4)]
+    assert closed[0] != closed[1]
+    assert make(3).handle != make(4).handle
+
+
+def test_where_and_extremes():
+    table = mods.Mask(lambda b, h, q, kv, aux: mods.where(q < 2, kv < 1, kv < mods.minimum(q, mods.maximum(2, 1))))
+    assert torch.equal(table.materialize(1, 1, 4, 4)[0, 0], matrix("#... #... ##.. ##.."))
+
+
+SCORES = {
+    "softcap": mods.softcap(1.5),
+    "alibi": mods.alibi(torch.tensor([0.5, 0.25])),
+    "bias": mods.bias(torch.arange(5.0)),
+    "chain": mods.softcap(2.0).then(mods.alibi(torch.tensor([0.5, 1.0]))).then(mods.bias(torch.ones(2, 1, 5))),
+    "user": mods.Score(lambda s, b, h, q, kv, aux: mods.where(q > kv, s * s / aux[0], -s) + s * 2, (4.0,)),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_derivatives(name):
+    """The symbolic derivative is autograd's."""
+    score = SCORES[name]
+    program, values = Program.of(None, score)
+    aux = tuple(resolve(v, 4, 5) for v in values)
+    axes = [torch.arange(n).view(-1, *(1,) * i) for n, i in ((2, 3), (2, 2), (4, 1), (5, 0))]
+    at = dict(zip(("b", "h", "q", "kv"), axes, strict=True))
+    s = torch.linspace(-3, 3, 80, dtype=torch.float64).view(2, 2, 4, 5).requires_grad_()
+    (exact,) = torch.autograd.grad(evaluate(program.score, at | {"s": s}, aux).sum(), s)
+    got = torch.as_tensor(evaluate(program.dscore, at | {"s": s}, aux), dtype=torch.float64).expand(exact.shape)
+    assert (got - exact).abs().max() <= 8 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
+def test_unknown_derivative():
+    with pytest.raises(NotImplementedError, match="//"):
+        diff(Expr("//", (Expr("sym", ("s",)), lift(2))), "s")
+
+
+def test_big_stays_in_int32():
+    assert 4 * BIG <= 2**31

@@ -1,0 +1,55 @@
+"""What an installed Sartor is: light to import, small, complete; and a README that is not stale."""
+
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from sartor.lab import report, suites
+
+ROOT = suites.checkout()
+pytestmark = pytest.mark.skipif(ROOT is None, reason="needs a checkout")
+
+
+def test_importing_sartor_touches_torch_only() -> None:
+    def loaded(module: str) -> str:
+        heavy = "('triton', 'matplotlib', 'rich', 'typer', 'cuda')"
+        code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert loaded("sartor") == loaded("torch")
+
+
+def test_readme_tables_are_those_of_the_records() -> None:
+    assert report.update(ROOT / "README.md", ROOT / "benchmarks" / "results", check=True), "run `sartor report`"
+
+
+def test_results_of_a_user_are_ignored_and_committed_ones_are_not() -> None:
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "/results/" in ignored
+
+
+@pytest.mark.skipif(find_spec("setuptools") is None, reason="needs setuptools")
+def test_wheel_is_small_and_carries_suites_and_device_code(tmp_path: Path) -> None:
+    code = f"from setuptools import build_meta as b; print(b.build_wheel({str(tmp_path)!r}))"
+    command = [sys.executable, "-c", code]
+    copy = tmp_path / "source"
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for name in names:
+        if name.startswith(("src/", "benchmarks/suites/")) or "/" not in name:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=True)
+    wheel = tmp_path / done.stdout.split()[-1]
+    assert wheel.stat().st_size < 1 << 20
+    with zipfile.ZipFile(wheel) as archive:
+        carried = set(archive.namelist())
+    wanted = {n.removeprefix("src/") for n in names if n.startswith("src/")}
+    wanted |= {f"sartor/suites/{name}.toml" for name in suites.available()}
+    assert {n for n in wanted - carried if (copy / "src" / n).is_file()} == set()
+    assert "sartor/suites/paper.toml" in carried
