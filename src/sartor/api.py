@@ -69,7 +69,8 @@ def attention(
 
     Returns:
         out (batch, seqlen_q, heads_q, dim_v) in `layout`. A row that attends to no key is 0, its lse -inf (its sink's
-        value where there are sinks), its gradients 0. Keys that a row does not attend to never reach it, not even as NaN.
+        value where there are sinks), its gradients 0. Keys that a row does not attend to never reach it, not as NaN
+        either.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came.
@@ -77,7 +78,7 @@ def attention(
     """
     q, k, v = _inputs(q, k, v, layout)
     call = Call(
-        q, k, v, bias, mask, alibi_slopes, sinks, causal, tuple(window) if type(window) is list else window,
+        q, k, v, bias, mask, alibi_slopes, sinks, causal, tuple(window) if isinstance(window, list) else window,
         softmax_scale, softcap, deterministic, out_dtype, kernel, precision,
     )  # fmt: skip
     if forward_ad._current_level >= 0:
@@ -103,7 +104,7 @@ def explain(
         **options: as in `attention`; `return_lse` is accepted and changes nothing.
     """
     options.pop("return_lse", None)
-    unknown = set(options) - set(attention.__kwdefaults__)
+    unknown = set(options) - set(attention.__kwdefaults__ or ())
     if unknown:
         raise TypeError(f"explain() got unknown arguments {sorted(unknown)}")
     call = Call(*_inputs(q, k, v, layout), **options)

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Device:
-    """arch: 10 * major + minor, 0 for a CPU. smem_bytes: largest shared memory of one block. Peaks: datasheet, dense."""
+    """arch: 10 * major + minor, 0 for a CPU. smem_bytes: shared memory a block may have. Peaks: datasheet, dense."""
 
     name: str
     arch: int

@@ -42,8 +42,13 @@ class Prepared:
     def backward_plan(self) -> Plan:
         """Chosen at the first backward."""
         if self.backward is None:
-            self.backward = choose_backward(self.problem, self.device)
+            self.backward = own(choose_backward(self.problem, self.device))
         return self.backward
+
+
+def own(plan: Plan) -> Plan:
+    """The plan with a cache of its own: what a kernel keeps there fits the strides of one call key only."""
+    return replace(plan, cache={})
 
 
 _PREPARED: dict[Any, Prepared] = {}
@@ -63,7 +68,7 @@ def prepare(call: Call) -> Prepared:
         device = Device.of(call.q.device)
         aux = aux_values(call)
         keep = None if any(isinstance(a, Tensor) for a in aux) else aux
-        found = Prepared(problem, device, choose(problem, device), keep)
+        found = Prepared(problem, device, own(choose(problem, device)), keep)
         if len(_PREPARED) >= _MOST_PREPARED:
             _PREPARED.clear()
         _PREPARED[key] = found
@@ -116,7 +121,8 @@ class _Attention(torch.autograd.Function):
         with torch.no_grad():
             g = _backward(ctx.prepared, Operands(q, k, v, sinks, aux), saved)
         if torch.is_grad_enabled():  # create_graph=True: say so if the graph is used, instead of a gradient of zero
-            g = Gradients(*(None if t is None else _Last.apply(t.requires_grad_(), dout, q, k, v) for t in g))
+            last: list[Any] = [None if t is None else _Last.apply(t.requires_grad_(), dout, q, k, v) for t in g]
+            g = Gradients(*last)
         bias, sinks_dtype = ctx.dtypes
         dbias = None if bias is None or g.dbias is None else g.dbias.to(bias[0]).view(bias[1])
         return g.dq, g.dk, g.dv, dbias, None if g.dsinks is None else g.dsinks.to(sinks_dtype), None, None
@@ -151,10 +157,11 @@ _LIBRARY.define(
 
 def as_operator_arguments(call: Call) -> tuple[Any, ...]:
     """A call in the order of the operator's schema."""
-    mask, handle, tensors = call.mask, "", []
+    mask: Any = call.mask
+    handle, tensors = "", []
     if mask is not None and not isinstance(mask, Tensor):
         mask, handle, tensors = None, mask.handle, mask.tensors
-    causal = {False: "", True: "bottom_right"}.get(call.causal, call.causal)  # type: ignore[call-overload]
+    causal = call.causal if isinstance(call.causal, str) else "bottom_right" if call.causal else ""
     window = None if call.window is None else [-1 if side is None else side for side in call.window]
     return (
         call.q, call.k, call.v, call.bias, mask, call.alibi_slopes, call.sinks, tensors, handle, causal, window,
@@ -234,7 +241,7 @@ torch.library.register_autograd("sartor::attention", _operator_backward, setup_c
 torch.library.register_autograd("sartor::attention_backward", _no_double_backward, lib=_LIBRARY)
 
 
-def _flops(q_shape: Any, k_shape: Any, v_shape: Any, causal: str) -> int:
+def _flops(q_shape: Any, k_shape: Any, v_shape: Any, causal: str) -> Any:
     b, sq, hq, d = q_shape
     pairs = sq * k_shape[1]
     return 2 * b * hq * (pairs // 2 if causal and sq == k_shape[1] else pairs) * (d + v_shape[3])
@@ -243,7 +250,7 @@ def _flops(q_shape: Any, k_shape: Any, v_shape: Any, causal: str) -> int:
 @register_flop_formula(torch.ops.sartor.attention)
 def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
     """Useful FLOPs of the forward: 2 b h sq skv (d + dv), half of it for a square causal mask."""
-    return _flops(q, k, v, rest[6])
+    return int(_flops(q, k, v, rest[6]))
 
 
 @register_flop_formula(torch.ops.sartor.attention_backward)

@@ -1,4 +1,7 @@
-"""choose(problem, device) -> Plan: pure, printable, no tensors, no CUDA. Every branch of the library is here or in why_not."""
+"""choose(problem, device) -> Plan: pure, printable, no tensors, no CUDA.
+
+Every branch of the library is here or in a kernel's `why_not`.
+"""
 
 from __future__ import annotations
 

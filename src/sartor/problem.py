@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sartor.mods import masks, scores
-from sartor.mods.core import AuxValue, Mask, Program, Score, pattern, resolve
+from sartor.mods.core import Mask, Program, Score, pattern, resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DIM = 512
@@ -121,7 +121,12 @@ class Problem:
     def __str__(self) -> str:
         dims = f"d={self.dim}" if self.dim == self.dim_v else f"d={self.dim}/{self.dim_v}"
         heads = f"h={self.heads_q}" if self.heads_q == self.heads_kv else f"h={self.heads_q}/{self.heads_kv}"
-        extras = [self.mask_name, self.score_name, "sinks" if self.sinks else "", self.precision * (self.dtype == torch.float32)]
+        extras = [
+            self.mask_name,
+            self.score_name,
+            "sinks" if self.sinks else "",
+            self.precision * (self.dtype == torch.float32),
+        ]
         return (
             f"attention(b={self.batch} {heads} sq={self.seqlen_q} skv={self.seqlen_kv} {dims}"
             f" {name_of(self.dtype)} on {self.device}; {', '.join(e for e in extras if e)})"
@@ -177,7 +182,7 @@ def band(call: Call) -> Mask | None:
     return masks.window(left, 0 if call.causal else right, align)
 
 
-def aux_values(call: Call) -> tuple[AuxValue, ...]:
+def aux_values(call: Call) -> tuple[int | float | torch.Tensor, ...]:
     """What the program of a call reads, resolved for its lengths: numbers, and tensors of four dims."""
     sq, skv = call.q.shape[1], call.k.shape[1]
     mask, score = mods(call)
@@ -213,7 +218,9 @@ def _check_tensors(call: Call) -> None:
         if not 1 <= dim <= MAX_DIM:
             raise ValueError(f"the head dim of {name} must be between 1 and {MAX_DIM}, got head dim {dim}")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"heads of q must be a multiple of the heads of k and v, got heads {q.shape[2]} and {k.shape[2]}")
+        raise ValueError(
+            f"heads of q must be a multiple of the heads of k and v, got heads {q.shape[2]} and {k.shape[2]}"
+        )
 
 
 def _check_options(call: Call) -> None:
@@ -231,11 +238,9 @@ def _check_options(call: Call) -> None:
             raise ValueError(f"{name} must be finite, got {value}")
     if call.softcap < 0:
         raise ValueError(f"softcap must be >= 0 (0 is off), got {call.softcap}")
-    if call.out_dtype not in (None, call.q.dtype, torch.float32) or call.out_dtype == torch.float32 == call.q.dtype:
-        if call.out_dtype != call.q.dtype:
-            raise TypeError(f"out_dtype must be None, {call.q.dtype} or torch.float32, got {call.out_dtype}")
-    if call.out_dtype == torch.float32 and call.q.dtype == torch.float64:
-        raise TypeError("out_dtype must be None or torch.float64 for float64 inputs, got torch.float32")
+    wider = call.q.dtype if call.q.dtype == torch.float64 else torch.float32
+    if call.out_dtype not in (None, call.q.dtype, wider):
+        raise TypeError(f"out_dtype must be None, {call.q.dtype} or {wider}, got {call.out_dtype}")
     if call.precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {call.precision!r}")
 
@@ -296,4 +301,16 @@ def _check_extra(name: str, t: torch.Tensor, q: torch.Tensor, full: tuple[int, i
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}")
 
 
-__all__ = ["MAX_DIM", "PRECISIONS", "Call", "Problem", "aux_values", "band", "default_scale", "mask_class", "mods", "name_of", "pattern"]
+__all__ = [
+    "MAX_DIM",
+    "PRECISIONS",
+    "Call",
+    "Problem",
+    "aux_values",
+    "band",
+    "default_scale",
+    "mask_class",
+    "mods",
+    "name_of",
+    "pattern",
+]

@@ -252,7 +252,7 @@ def magnitudes(
     options = _double(attention_kwargs)
     found = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in (("dq", q), ("dk", k), ("dv", v))}
     found["out"] = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=torch.float64)
-    found["lse"] = q.new_ones((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float64)
+    found["lse"] = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float64)
     for name in ("bias", "sinks"):
         if options.get(name) is not None:
             found[f"d{name}"] = torch.zeros_like(options[name])
@@ -276,6 +276,7 @@ def _add_magnitudes(found: dict[str, Tensor], piece: Piece, dout: Tensor | None,
     out = probabilities @ v.abs()  # (b, h, sq, dv)
     queries = piece.batch, slice(None), piece.heads
     found["out"][queries] = out.transpose(1, 2)
+    found["lse"][piece.batch, piece.heads] = 1 + lse.nan_to_num(0, 0, 0).abs()
     if dout is not None:
         do = dout.transpose(1, 2).double().nan_to_num(0, 0, 0).abs()
         delta = (do * out).sum(-1, keepdim=True) + (0 if dlse is None else dlse.double().abs()[..., None])
@@ -364,7 +365,8 @@ class Budget:
         return cls(
             torch.where(error.isinf(), 0, error),
             torch.where(exact.isfinite(), (exact.to(out.dtype).double() - exact).abs(), 0).nan_to_num(0, 0, 0),
-            2 * torch.finfo(work).eps * (1 + s_max) * magnitude,
+            # a weight below the smallest normal number is 0 on a GPU: what it would have been multiplied by is lost
+            2 * torch.finfo(work).eps * (1 + s_max) * magnitude + torch.finfo(work).tiny / torch.finfo(work).eps,
             torch.finfo(dtype).eps / 2 * magnitude,
         )
 

@@ -284,11 +284,14 @@ def test_masked_keys_reach_nothing(case, value):
         "causal": {"causal": "top_left"},
     }[case]
     clean = forward_and_gradients(q, k, v, **options)
+    exact, _ = testing.reference(q, k, v, **options)
+    lowp, _ = testing.low_precision(q, k, v, **options)
     k[:, last], v[:, last] = value, value
     spoilt = forward_and_gradients(q, k, v, **options)
     assert all(x.isfinite().all() for x in spoilt)
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), spoilt, clean, strict=True):
-        testing.check(x, y, y, name=name)
+    testing.check(spoilt[0], lowp, exact)
+    for x, y in zip(spoilt, clean, strict=True):  # computed again, in another order
+        assert (x - y).norm() <= torch.finfo(BF16).eps * y.norm()
 
 
 def test_G06():

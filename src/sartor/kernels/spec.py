@@ -62,7 +62,8 @@ class Tile:
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Tile:
         """From four numbers, or eight for a tile with a second one."""
-        return cls(*numbers[:4], then=cls(*numbers[4:]) if numbers[4:] else None)
+        block_m, block_n, warps, stages = numbers[:4]
+        return cls(block_m, block_n, warps, stages, cls.of(numbers[4:]) if numbers[4:] else None)
 
 
 class KernelSpec(Protocol):

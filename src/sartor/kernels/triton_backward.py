@@ -1,8 +1,8 @@
 """The portable backward: recomputation from lse (Dao 2023, algorithm 2) in Triton, without atomics.
 
 Three kernels: `prepare` for delta = rowsum(out * dout) - dlse; then dk and dv, one program per key tile, sweeping query
-tiles; then dq, one program per query tile, sweeping key tiles. Two more products than a backward with atomics, and every result has
-the same bits every time. A fourth kernel sums dbias over the dims the bias was broadcast along.
+tiles; then dq, one program per query tile, sweeping key tiles. That is two more products than with atomics, and every
+result has the same bits every time. A fourth kernel sums dbias over the dims the bias was broadcast along.
 
 The first tile is for dk and dv: it holds block_n keys and steps over block_m queries. Its `then` is for dq: it holds
 block_m queries and steps over block_n keys.
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from sartor.device import Device
-from sartor.kernels.parts import launch
 from sartor.kernels.algebra import sink_gradient
+from sartor.kernels.parts import launch
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.problem import Problem
 
@@ -93,7 +93,8 @@ if launch.available():
                 if KEEP is not None:
                     keep = keep & KEEP(b, h, q, kv, aux, seqlen_q, seqlen_kv)
                 x = tl.where(keep, x, float("-inf"))
-        w = tl.exp2(x * factor - lse)
+        # a weight is at most 1, however lse was rounded
+        w = tl.exp2(tl.minimum(x * factor - lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
         ds = w * (dp - delta)
         draw = ds
         if DSCORE is not None:
@@ -105,8 +106,8 @@ if launch.available():
 
     @triton.jit
     def _sweep_queries(
-        state, lo, hi, full_lo, full_hi, k_base, v_base, k_stride, v_stride, q_base, dout_base, lse_base, delta_base, q_stride,
-        dout_stride, i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+        state, lo, hi, full_lo, full_hi, k_base, v_base, k_stride, v_stride, q_base, dout_base, lse_base, delta_base,
+        q_stride, dout_stride, i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
         MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
@@ -210,22 +211,24 @@ if launch.available():
                 if tl.load(bad_kv_ptr + again) != 0:
                     _dkdv_tile(
                         again, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, aux,
-                        q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, heads_q, group, seqlen_q, seqlen_kv,
-                        scale, factor, KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
+                        q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+                        heads_q, group, seqlen_q, seqlen_kv, scale, factor,
+                        KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
                         DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, True,
                     )  # fmt: skip
         else:
             _dkdv_tile(
                 tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, aux,
-                q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, heads_q, group, seqlen_q, seqlen_kv,
-                scale, factor, KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
+                q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+                heads_q, group, seqlen_q, seqlen_kv, scale, factor,
+                KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
                 DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
 
     @triton.jit
     def _sweep_keys(
-        dq, lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride, lse, delta, i_m, k_base, v_base, k_stride, v_stride,
-        aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+        dq, lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride, lse, delta, i_m,
+        k_base, v_base, k_stride, v_stride, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
         MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
@@ -284,9 +287,10 @@ if launch.available():
         lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_kv, BLOCK_N)
 
         dq = _sweep_keys(
-            tiles.zeros(BLOCK_M, CHUNKS), lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride, lse, delta,
-            i_m, k_base, v_base, k_stride, v_stride, aux, b, h, seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE,
-            PRESCALE, PRECISION, MASKED, BOUNDED, DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
+            tiles.zeros(BLOCK_M, CHUNKS), lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride,
+            lse, delta, i_m, k_base, v_base, k_stride, v_stride, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+            KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
+            DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
         )  # fmt: skip
         dq = tiles.scale_tile(dq, scale, CHUNKS)
         dq_base = dq_ptr + b64 * dq_strides[0] + h64 * dq_strides[1] + first * dq_strides[2]
@@ -385,7 +389,9 @@ if launch.available():
                 seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, True, True,
             )  # fmt: skip
             total += ds
-        _store_dbias(dbias_ptr, total, i_b, i_h, i_m * BLOCK_M + o_m, i_n * BLOCK_N + o_n, heads_q, seqlen_q, seqlen_kv, OVER)
+        _store_dbias(
+            dbias_ptr, total, i_b, i_h, i_m * BLOCK_M + o_m, i_n * BLOCK_N + o_n, heads_q, seqlen_q, seqlen_kv, OVER
+        )
 
     @triton.jit
     def _store_dbias(ptr, total, b, h, q, kv, heads_q, seqlen_q, seqlen_kv, OVER: tl.constexpr):
@@ -448,7 +454,8 @@ class TritonBackward:
     def launches(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
         """The launches of one call; `work` is `workspace`. Meta tensors will do, for compiling without a GPU."""
         p, tile, dev = plan.problem, plan.tile, plan.device
-        assert tile is not None and tile.then is not None
+        assert tile is not None
+        assert tile.then is not None
         per = launch.unit(x.q, x.k, x.v, work["dout"])
         shared = launch.common(plan, x) | {
             "q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "dout_ptr": work["dout"],
@@ -476,7 +483,9 @@ class TritonBackward:
             "DLSE": saved.dlse is not None, "BLOCK": block,
         }  # fmt: skip
         grid = p.batch * p.heads_q * -(-p.seqlen_q // block)
-        return launch.Launch("prepare", prepare_kernel, grid, launch.in_order(prepare_kernel, arguments), Tile(block, 1))
+        return launch.Launch(
+            "prepare", prepare_kernel, grid, launch.in_order(prepare_kernel, arguments), Tile(block, 1)
+        )
 
     def _dkdv(self, p: Problem, tile: Tile, shared: dict[str, Any], work: dict[str, torch.Tensor]) -> launch.Launch:
         uneven = p.seqlen_q % tile.block_m != 0
@@ -508,18 +517,24 @@ class TritonBackward:
         counts = p.batch, p.heads_q, -(-p.seqlen_q // block_m), -(-p.seqlen_kv // block_n)
         for count, summed in zip(counts, over, strict=True):
             grid *= 1 if summed else count
-        return launch.Launch("dbias", dbias_kernel, grid, launch.in_order(dbias_kernel, arguments), replace(tile, stages=1))
+        return launch.Launch(
+            "dbias", dbias_kernel, grid, launch.in_order(dbias_kernel, arguments), replace(tile, stages=1)
+        )
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """dq, dk, dv, dbias, dsinks."""
         work = self.workspace(plan.problem, x, saved)
-        if plan.problem.program.has_tensors or not launch.again(self.changed(x, saved, work), plan.cache):
-            launch.run(self.launches(plan, x, saved, work), plan.cache)
+        key = work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
+        changed = self.changed(x, saved, work)
+        if x.aux:
+            changed["aux"] = codegen.aux_arguments(x.aux, plan.problem.program)
+        if not launch.again(changed, plan.cache, key):
+            launch.run(self.launches(plan, x, saved, work), plan.cache, key)
         dsinks = sink_gradient(x, saved.lse, work["delta"])
         return Gradients(work["dq"], work["dk"], work["dv"], work.get("dbias"), dsinks)
 
     def changed(self, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """The arguments of `launches` that are tensors of one call. prepare's lse is the forward's, the others' is not."""
+        """The arguments of `launches` that are tensors of one call."""
         names = ("dout", "dq", "dk", "dv", "dlse", "dbias", "delta", "lse_log2")
         changed = {f"{name}_ptr": work[name] for name in names if name in work}
         changed |= {"q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "out_ptr": saved.out, "lse_ptr": saved.lse}

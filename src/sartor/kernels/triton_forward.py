@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+
 import torch
 
 from sartor.device import Device
@@ -32,12 +33,13 @@ if launch.available():
     def _sweep(
         state, lo, hi, full_lo, full_hi, q_base, q_stride, i_m,
         k_base, v_base, k_stride, v_stride, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
-        KEEP: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
+        KEEP: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
+        MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
     ):  # fmt: skip
-        """Fold the key tiles in [lo, hi) into state = (m, l, acc): running maximum (log2), sum and output. Only tiles
-        outside [full_lo, full_hi) look at the mask."""
+        """Fold the key tiles in [lo, hi) into state = (m, l, acc): running maximum (its factor left out), sum, output.
+        Only tiles outside [full_lo, full_hi) look at the mask."""
         m, l, acc = state
         o_m, o_kv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         q_rows = i_m * BLOCK_M + o_m
@@ -58,10 +60,11 @@ if launch.available():
                     if KEEP is not None:
                         keep = keep & KEEP(b, h, q_rows[:, None], kv[None, :], aux, seqlen_q, seqlen_kv)
                     s = tl.where(keep, s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1) * factor)
+            m_new = tl.maximum(m, tl.max(s, 1))
             base = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows without a key so far
-            w = tl.exp2(s * factor - base[:, None])
-            alpha = tl.exp2(m - base)
+            # difference first: s * factor - m * factor, fused, leaves a remainder beyond exp2 where scores are huge
+            w = tl.exp2((s - base[:, None]) * factor)
+            alpha = tl.exp2((m - base) * factor)
             l = l * alpha + tl.sum(w, 1)
             acc = tiles.scale_tile(acc, alpha[:, None], CHUNKS_V)
             if SAFE:
@@ -77,9 +80,10 @@ if launch.available():
         return m, l, acc
 
     @triton.jit
-    def _finish(state, sink, CHUNKS_V: tl.constexpr, SINKS: tl.constexpr):
+    def _finish(state, sink, factor, CHUNKS_V: tl.constexpr, SINKS: tl.constexpr):
         """Normalised output tile and natural-log lse; `sink` is one more logit of the row."""
         m, l, acc = state
+        m = m * factor
         if SINKS:
             top = tl.maximum(m, sink * LOG2_E)
             base = tl.where(top == float("-inf"), 0.0, top)
@@ -130,7 +134,7 @@ if launch.available():
         sink = 0.0
         if SINKS:
             sink = tl.load(sinks_ptr + h).to(tl.float32)
-        out, lse = _finish(state, sink, CHUNKS_V, SINKS)
+        out, lse = _finish(state, sink, factor, CHUNKS_V, SINKS)
         tiles.store_tile(out_base, o_m, out_strides[2] * OUT_UNIT, seqlen_q - i_m * BLOCK_M, out, DIM_V, CHUNKS_V)
         tl.store(lse_ptr + tl.cast(head, tl.int64) * seqlen_q + q_rows, lse, mask=q_rows < seqlen_q)
         if KEEP is not None and not SAFE:
@@ -185,7 +189,11 @@ class TritonForward:
         small = p.dtype == torch.float32
         for block_m, block_n, warps in itertools.product((128, 64, 32, 16), (64, 128, 32, 16), (8, 4)):
             accumulators = block_m * (wide + block_n) // (32 * warps)  # float32 registers a thread
-            if accumulators > (100 if small else 168) or block_m < 16 * warps // 2 or (small and block_m * block_n > 4096):
+            if (
+                accumulators > (100 if small else 168)
+                or block_m < 16 * warps // 2
+                or (small and block_m * block_n > 4096)
+            ):
                 continue
             if dev.arch >= 90 and not small and block_m < 64 and wide <= 256:
                 continue  # wgmma multiplies 64 rows at a time
@@ -230,7 +238,7 @@ class TritonForward:
             changed["bad_ptr"] = self.marks(plan, x.q)
         if x.sinks is not None:
             changed["sinks_ptr"] = x.sinks
-        if p.program.has_tensors:
+        if x.aux:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
         if not launch.again(changed, plan.cache):
             launch.run(self.launches(plan, x, out, lse), plan.cache)

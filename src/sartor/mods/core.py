@@ -234,16 +234,13 @@ class Program:
         return cls(aux, **parts), values
 
     @cached_property
-    def has_tensors(self) -> bool:
-        """Whether any aux value is a tensor, which changes from call to call."""
-        return any(a.dtype for a in self.aux)
-
-    @cached_property
     def key(self) -> str:
         """Canonical text: what a compiled kernel depends on."""
         spans = [e for span in (self.rows, self.cols) if span for e in span]
         exprs = [self.keep, *spans, self.score, self.dscore]
-        return "; ".join([e.text() if e is not None else "-" for e in exprs] + [f"{a.pattern}:{a.dtype}" for a in self.aux])
+        return "; ".join(
+            [e.text() if e is not None else "-" for e in exprs] + [f"{a.pattern}:{a.dtype}" for a in self.aux]
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self.key == other.key

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-INFIX = frozenset("+ - * / // % < <= > >= == != & | ^".split())
+INFIX = frozenset(["+", "-", "*", "/", "//", "%", "<", "<=", ">", ">=", "==", "!=", "&", "|", "^"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +87,9 @@ for _name, _op in {
 for _name, _op in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items():
     setattr(Expr, f"__{_name}__", _binary(_op))
 Expr.__hash__ = object.__hash__  # type: ignore[method-assign]
-Expr.__neg__ = lambda self: Expr("neg", (self,))  # type: ignore[attr-defined]
-Expr.__invert__ = lambda self: Expr("invert", (self,))  # type: ignore[attr-defined]
-Expr.__abs__ = lambda self: Expr("abs", (self,))  # type: ignore[attr-defined]
+Expr.__neg__ = lambda self: Expr("neg", (self,))  # type: ignore
+Expr.__invert__ = lambda self: Expr("invert", (self,))  # type: ignore
+Expr.__abs__ = lambda self: Expr("abs", (self,))  # type: ignore
 
 
 def _function(name: str, on_tensors: Callable[..., Any], on_numbers: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,12 +111,12 @@ where = _function("where", torch.where, lambda c, a, b: a if c else b)
 tanh = _function("tanh", torch.tanh, lambda x: torch.tanh(torch.tensor(x)).item())
 
 
-_INFIX_FUNCTIONS = {
+_INFIX_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
     "%": operator.mod, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq,
     "!=": operator.ne, "&": operator.and_, "|": operator.or_, "^": operator.xor,
 }  # fmt: skip
-_FUNCTIONS = _INFIX_FUNCTIONS | {
+_FUNCTIONS: dict[str, Callable[..., Any]] = _INFIX_FUNCTIONS | {
     "neg": operator.neg, "invert": operator.invert, "abs": abs,
     "maximum": maximum, "minimum": minimum, "where": where, "tanh": tanh,
 }  # fmt: skip

@@ -122,7 +122,7 @@ def compile_tile(job: Job, tile: Tile) -> Trial:
         torch.cuda.synchronize()
     except Exception as error:
         return Trial(tile, failed=f"{type(error).__name__}: {str(error)[:200]}")
-    return Trial(tile, spills=sum(getattr(r.compiled, "n_spills", 0) for r in cache["ready"]))
+    return Trial(tile, spills=sum(getattr(r.compiled, "n_spills", 0) for r in cache["ready", None]))
 
 
 def measure(job: Job, trials: list[Trial], rounds: int = 7) -> list[Trial]:

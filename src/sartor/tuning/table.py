@@ -1,7 +1,8 @@
 """Tuning rows: data/sm<arch>.jsonl, one JSON object per line, each with where it was measured.
 
 A row holds `kernel`, `bits` (of the dtype), `dim` and `dim_v` (rounded up to 16), `mask` (`full`, `band` or `mods`),
-`tile` ([block_m, block_n, warps, stages], and again for a pass with two kernels) and `record` (the run it comes from). Legality is the kernel's business:
+`tile` ([block_m, block_n, warps, stages], and again for a pass with two kernels) and `record` (the run it comes from).
+Legality is the kernel's business:
 a row whose tile is not among the kernel's legal ones is an error that a test finds.
 """
 

@@ -55,7 +55,7 @@ def room(dev: Device) -> int:
 def unit(*tensors: torch.Tensor) -> int:
     """How many elements 16 bytes are, if every row of every tensor starts on 16 bytes, else 1.
 
-    Strides are passed in this unit, so the compiler knows of rows aligned to 16 bytes that are no multiple of 16 elements.
+    Strides are passed in this unit: the compiler then knows of rows on 16 bytes that are no multiple of 16 elements.
     """
     n = 16 // tensors[0].element_size()
     rows_aligned = all(s % n == 0 for t in tensors for s in t.stride()[:3])
@@ -106,7 +106,7 @@ class Launch(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A compiled kernel, a closure that launches it, its arguments, and where those are that change from call to call."""
+    """A compiled kernel, a closure that launches it, its arguments, and the places of those that change by call."""
 
     compiled: Any
     start: Any
@@ -114,8 +114,12 @@ class Ready(NamedTuple):
     slots: dict[str, int]
 
 
-def run(steps: Iterable[Launch], cache: dict[object, Any]) -> None:
-    """Launch on the current stream, compiling what is not compiled; the launches are kept for `again`."""
+def run(steps: Iterable[Launch], cache: dict[object, Any], key: object = None) -> None:
+    """Launch on the current stream, compiling what is not compiled; the launches are kept for `again`.
+
+    A cache belongs to one call key, which holds what Triton specialises on, so one compiled kernel serves it; `key`
+    adds what varies besides (the layout of dout).
+    """
     ready = []
     for step in steps:
         if step.grid:
@@ -125,15 +129,12 @@ def run(steps: Iterable[Launch], cache: dict[object, Any]) -> None:
                 slots = {name: i for i, name in enumerate(step.arguments)}
                 ready.append(Ready(compiled, compiled[(step.grid, 1, 1)], list(step.arguments.values()), slots))
     if not interpreted():
-        cache["ready"] = tuple(ready)
+        cache["ready", key] = tuple(ready)
 
 
-def again(changed: dict[str, Any], cache: dict[object, Any]) -> bool:
-    """Launch as the last `run` did, with the arguments in `changed` put in place; False when there was none.
-
-    Plans are made per call key, which holds everything Triton specialises on: one compiled kernel serves a plan.
-    """
-    ready = cache.get("ready")
+def again(changed: dict[str, Any], cache: dict[object, Any], key: object = None) -> bool:
+    """Launch as `run` did for this key, with the arguments in `changed` put in place; False when it did not yet."""
+    ready = cache.get(("ready", key))
     if ready is None:
         return False
     for _, start, values, slots in ready:

@@ -23,7 +23,7 @@ def chunks(dim: int) -> tuple[tuple[int, int], ...]:
 
 
 def wide_chunks(dim: int) -> tuple[tuple[int, int], ...]:
-    """Chunks for the columns of a product: 32 + 16 becomes 64, because two narrow products cost more than a wider one."""
+    """Chunks for the columns of a product: 32 + 16 becomes 64, two narrow products cost more than a wider one."""
     full = -(-dim // 16) * 16
     return chunks(full + 16 if full % 64 == 48 else full)
 
@@ -110,11 +110,20 @@ def scale_tile(tile, factor, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, PRECISION: tl.constexpr):
+    """x to the nearest tf32 where the product is in tf32: the tensor cores would cut off the bits instead."""
+    if PRECISION == "tf32" and x.dtype == tl.float32:
+        bits = x.to(tl.uint32, bitcast=True) + 0x1000
+        x = tl.where(tl.abs(x) < float("inf"), (bits & 0xFFFFE000).to(tl.float32, bitcast=True), x)
+    return x
+
+
+@triton.jit
 def dot_nt(x, y, CHUNKS: tl.constexpr, PRECISION: tl.constexpr):
     """x @ y^T over the chunks of the head dim: [M, D] @ [N, D]^T -> [M, N] float32."""
-    s = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
+    s = tl.dot(rounded(x[0], PRECISION), tl.trans(rounded(y[0], PRECISION)), input_precision=PRECISION)
     for i in tl.static_range(1, count(CHUNKS)):
-        s = tl.dot(x[i], tl.trans(y[i]), s, input_precision=PRECISION)
+        s = tl.dot(rounded(x[i], PRECISION), tl.trans(rounded(y[i], PRECISION)), s, input_precision=PRECISION)
     return s
 
 
@@ -123,7 +132,9 @@ def add_dot(acc, w, y, CHUNKS: tl.constexpr, PRECISION: tl.constexpr):
     """acc + w @ y, chunk by chunk: [M, N] @ [N, D] -> [M, D] float32."""
     result = ()
     for i in tl.static_range(count(CHUNKS)):
-        result = result + (tl.dot(w.to(y[i].dtype), y[i], acc[i], input_precision=PRECISION),)
+        columns = rounded(y[i], PRECISION)
+        weights = rounded(w.to(y[i].dtype), PRECISION)
+        result = result + (tl.dot(weights, columns, acc[i], input_precision=PRECISION),)
     return result
 
 
