@@ -217,6 +217,30 @@ def report(
 
 
 @app.command()
+def tune(
+    out: Annotated[Path, typer.Option(help="table to write or update")] = Path("sm.jsonl"),
+    dims: Annotated[str, typer.Option(help="comma-separated; by default all that have a row")] = "",
+    dtypes: str = "bfloat16",
+    workers: Annotated[int, typer.Option(help="processes that compile")] = 8,
+) -> None:
+    """Time every legal tile of the Triton kernels on this GPU and write the fastest into a tuning table."""
+    with friendly():
+        import torch
+
+        from sartor.tuning import search
+
+        if not torch.cuda.is_available():
+            raise ValueError("tune needs an NVIDIA GPU, none is here")
+        wanted = [int(d) for d in dims.split(",")] if dims else search.DIMS
+        found = {}
+        for job, trials in search.search(search.jobs(wanted, dtypes.split(",")), workers, typer.echo):
+            found[job] = trials[0]
+            typer.echo(f"  {trials[0].tile}: {job.tflop / trials[0].ms * 1e3:.0f} TFLOP/s")
+        search.write(search.rows(found, search.provenance()), out)
+    typer.echo(f"wrote {out}; the tables that come with sartor are src/sartor/tuning/data/sm<arch>.jsonl")
+
+
+@app.command()
 def verify(
     device: DeviceFlag = "",
     out: Annotated[Path | None, typer.Option(help="benchmarks/results by default")] = None,

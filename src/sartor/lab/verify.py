@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,13 @@ def verify(root: Path, out: Path, device: torch.device, tell: Callable[[str], No
     return evidence
 
 
-def run_tests(root: Path, limit_s: float, marker: str = "gpu") -> dict[str, Any]:
+def run_tests(root: Path, limit_s: float, marker: str = "gpu and not slow") -> dict[str, Any]:
     """Counts of `pytest -m <marker>`; a run over its limit counts as one failure, with what it was stopped at."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-m", marker, "-q", "--maxfail=20", f"--junitxml={xml}"]
+        if find_spec("xdist"):  # compiling takes most of the time, and it runs on the CPU
+            command += ["-n", str(min(8, os.cpu_count() or 1))]
         try:
             done = subprocess.run(command, cwd=root, timeout=limit_s, capture_output=True, text=True, check=False)
         except subprocess.TimeoutExpired:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -180,6 +181,13 @@ def rows(found: dict[Job, Trial], record: str) -> list[str]:
         line = {"kernel": job.kernel, "bits": bits, "mask": job.mask, "dim": job.dim, "dim_v": job.dim, "tile": numbers}
         lines.append(json.dumps(line | {"ms": round(ms, 4), "spills": spills, "record": record}))
     return lines
+
+
+def provenance() -> str:
+    """Where rows made now come from: device, compiler, day."""
+    from importlib.metadata import version
+
+    return f"{torch.cuda.get_device_name()}, Triton {version('triton')}, {time.strftime('%Y-%m-%d')}"
 
 
 def write(rows: list[str], path: Path) -> None:

@@ -1,0 +1,328 @@
+"""The Triton kernels in Triton's interpreter, on CPU tensors, within the budgets that GPUs are held to.
+
+Triton decides when it is imported whether it interprets, so `test_interpreter` runs the `case_*` functions of this file
+in processes of their own. To run one of them:
+
+    TRITON_INTERPRET=1 pytest -o python_functions='case_*' tests/cpu/test_triton_interpreter.py -k gqa
+
+Most cases run on tiles of 32 by 16, so that a short sequence has empty, partial and full ones. bfloat16 is left to the
+GPU: the interpreter has none.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import sartor
+from sartor import mods, testing
+from sartor.kernels.parts import launch
+from sartor.kernels.spec import Tile
+from sartor.problem import Call, Problem
+from sartor.tuning import table
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+PARTS = 4
+NAN, INF = math.nan, math.inf
+FP16, FP32 = torch.float16, torch.float32
+SMALL = {"triton_forward": Tile(32, 16), "triton_backward": Tile(16, 32, then=Tile(32, 16))}
+
+
+@pytest.mark.skipif(INSIDE, reason="runs the cases in other processes")
+@pytest.mark.skipif(not launch.available(), reason="needs Triton")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_interpreter(part):
+    names = [f"{__file__}::{n}" for n in globals() if n.startswith("case_")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "python_functions=case_*"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([*command, *names[part::PARTS]], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(request, monkeypatch):
+    """Tiles of SMALL, unless a case is marked with `first_tile`: the first legal ones."""
+    if INSIDE and not getattr(request.function, "first_tile", False):
+        monkeypatch.setattr(table, "lookup", lambda spec, p, dev: (SMALL[spec.name], "small"))
+    sartor.plan.choose.cache_clear()
+    sartor.plan.choose_backward.cache_clear()
+    sartor.ops._PREPARED.clear()
+
+
+def first_tile(case):
+    case.first_tile = True
+    return case
+
+
+def inputs(b=1, hq=2, hkv=1, sq=70, skv=90, d=16, dv=None, dtype=FP32, **rest):
+    """q, k, v in layout (batch, seqlen, heads, dim)."""
+    return testing.make_inputs(b, hq, hkv, sq, skv, d, dv, dtype, "cpu", "bshd", **rest)
+
+
+def verify(*qkv, **options):
+    return testing.verify(*qkv, kernel="triton", **options)
+
+
+def normal(*shape, seed=3):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def forward_and_gradients(q, k, v, dout=None, kernel="triton", **options):
+    """out, lse, dq, dk, dv."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = sartor.attention(*leaves, return_lse=True, kernel=kernel, **options)
+    grads = torch.autograd.grad(out, leaves, testing.make_like(out) if dout is None else dout)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads), strict=True))
+
+
+def equal(x, y):
+    """Same bits, NaN included."""
+    return all(torch.equal(x[n].nan_to_num(7e7), y[n].nan_to_num(7e7)) for n in x)
+
+
+# ---- shapes
+
+
+@pytest.mark.parametrize("dim", [1, 17, 40, 80, 96, 112])
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def case_dims(dim, dtype):
+    verify(*inputs(sq=33, skv=49, d=dim, dtype=dtype), causal=True, through_lse=dtype == FP32)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(16, 40), (40, 17), (48, 112)])
+def case_dim_v(dim, dim_v):
+    verify(*inputs(sq=33, skv=49, d=dim, dv=dim_v))
+
+
+@pytest.mark.parametrize("n", [1, 63, 65])
+@pytest.mark.parametrize("causal", [False, True])
+def case_lengths(n, causal):
+    for sq, skv in ((n, n), (n, 40), (40, n)):
+        verify(*inputs(hq=1, sq=sq, skv=skv), causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize(("sq", "skv"), [(32, 32), (64, 64), (96, 32), (32, 96), (64, 16), (80, 64)])
+def case_whole_tiles(sq, skv, causal):
+    """A causal backward once left out the last tile of such lengths."""
+    verify(*inputs(hq=1, sq=sq, skv=skv), causal=causal)
+
+
+@first_tile
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", [128, 130])
+def case_whole_tiles_as_planned(n, causal):
+    verify(*inputs(hq=1, sq=n, skv=n), causal=causal)
+
+
+def case_gqa():
+    verify(*inputs(b=2, hq=6, hkv=2, sq=35, skv=41), causal=True, through_lse=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 9, 0), (0, 9, 13), (1, 0, 13)])
+def case_nothing(shape):
+    b, sq, skv = shape
+    q, k, v = inputs(b=b, sq=sq, skv=skv)
+    for options in ({}, {"causal": True}):
+        found = forward_and_gradients(q, k, v, **options)
+        assert (found["lse"] == -INF).all()
+        assert not any(found[n].any() for n in ("out", "dq", "dk", "dv"))
+    sinks = normal(2)
+    lse = forward_and_gradients(q, k, v, sinks=sinks)["lse"]
+    assert skv or torch.equal(lse, sinks.view(1, -1, 1).expand(lse.shape))
+
+
+# ---- masks and scores
+
+FEATURES = {
+    "full": lambda: {},
+    "causal": lambda: {"causal": True},
+    "top_left": lambda: {"causal": "top_left"},
+    "window": lambda: {"window": (20, 7)},
+    "window_of_one": lambda: {"window": (0, 0)},
+    "window_top_left": lambda: {"causal": "top_left", "window": (33, None)},
+    "mask": lambda: {"mask": normal(70, 90) > -0.5},
+    "mask_of_keys": lambda: {"mask": normal(90) > 0},
+    "prefix_or_causal": lambda: {"mask": mods.prefix(50) | mods.causal("top_left")},
+    "prefix_tensor": lambda: {"mask": mods.prefix(torch.tensor([37]))},
+    "document": lambda: {
+        "causal": True, "mask": mods.document(*(torch.arange(n)[None] // 25 for n in (70, 90)))
+    },
+    "document_scattered": lambda: {"mask": mods.document(*(torch.arange(n)[None] % 3 for n in (70, 90)))},
+    "user": lambda: {"mask": mods.Mask(lambda b, h, q, kv, aux: (q + kv * h + b) % aux[0] != 1, (3,))},
+    "softcap": lambda: {"softcap": 2.0},
+    "alibi": lambda: {"alibi_slopes": normal(2).abs(), "causal": True},
+    "sinks": lambda: {"sinks": normal(2), "causal": True},
+    "all": lambda: {
+        "causal": True, "window": (60, 0), "softcap": 3.0, "alibi_slopes": normal(2).abs(), "sinks": normal(2),
+        "bias": normal(2, 70, 90), "mask": normal(90, seed=4) > -1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def case_features(name):
+    verify(*inputs(), through_lse=True, **FEATURES[name]())
+
+
+@pytest.mark.parametrize("causal", [True, "top_left"])
+@pytest.mark.parametrize(("sq", "skv"), [(90, 40), (40, 90)])
+def case_causal_of_other_lengths(sq, skv, causal):
+    """More queries than keys leave rows without a key."""
+    verify(*inputs(sq=sq, skv=skv), causal=causal)
+    found = forward_and_gradients(*inputs(sq=sq, skv=skv), causal=causal)
+    dead = max(sq - skv, 0) if causal is True else 0
+    assert not found["out"][:, :dead].any()
+    assert not found["dq"][:, :dead].any()
+    assert (found["lse"][:, :, :dead] == -INF).all()
+    assert all(t.isfinite().all() for n, t in found.items() if n != "lse")
+
+
+SHAPES = [(b, h, i, j) for b in (1, 2) for h in (1, 2) for i in (1, 34) for j in (1, 37)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def case_bias(shape):
+    """dbias is summed along what the bias was broadcast along."""
+    options = {"softcap": 3.0, "alibi_slopes": normal(2).abs(), "sinks": normal(2), "causal": True}
+    verify(*inputs(b=2, sq=34, skv=37), bias=normal(*shape), through_lse=True, **options)
+
+
+def case_no_key_at_all():
+    q, k, v = inputs(sq=40, skv=50)
+    nothing = torch.zeros(40, 50, dtype=torch.bool)
+    for options in ({"mask": nothing}, {"mask": mods.prefix(0)}, {"bias": torch.full((40, 50), -INF)}):
+        found = forward_and_gradients(q, k, v, **options)
+        assert (found["lse"] == -INF).all()
+        assert not any(found[n].any() for n in ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def case_scale(scale):
+    for options in ({"causal": True}, {"softcap": 2.0}):
+        verify(*inputs(sq=40, skv=50), softmax_scale=scale, **options)
+
+
+def case_tf32():
+    """The interpreter computes tf32 products exactly, from inputs rounded to tf32."""
+    q, k, v = inputs(sq=40, skv=50)
+    exact = sartor.attention(q, k, v, kernel="triton")
+    rounded = sartor.attention(q, k, v, kernel="triton", precision="tf32")
+    error = (exact - rounded).abs().max()
+    assert 0 < error <= 2**-8 * v.abs().max()
+
+
+# ---- what is masked reaches nothing, not as NaN either
+
+HIDING = {
+    "causal": lambda: {"causal": True},
+    "window": lambda: {"window": (20, 10)},
+    "mask": lambda: {"mask": normal(70, 90) > 0},
+    "prefix": lambda: {"mask": mods.prefix(40) | mods.causal("top_left")},
+}
+
+
+def same_pattern(found, exact):
+    """NaN and infinities where the definition has them."""
+    for n, t in found.items():
+        assert torch.equal(t.isnan(), exact[n].isnan()), n
+        assert torch.equal(t == INF, exact[n] == INF), n
+        assert torch.equal(t == -INF, exact[n] == -INF), n
+
+
+@pytest.mark.parametrize("case", HIDING)
+@pytest.mark.parametrize(("which", "value"), [("q", NAN), ("k", NAN), ("v", NAN), ("v", INF), ("dout", NAN)])
+def case_spoilt(which, value, case):
+    q, k, v = inputs(hq=1)
+    dout = testing.make_like(q)
+    spoilt = {"q": q, "k": k, "v": v, "dout": dout}[which]
+    spoilt[0, 45, 0, 3] = value
+    options = HIDING[case]()
+    found = forward_and_gradients(q, k, v, dout, **options)
+    exact = forward_and_gradients(q.double(), k.double(), v.double(), dout.double(), "reference", **options)
+    assert not all(t.isfinite().all() for n, t in found.items() if n != "lse")
+    same_pattern(found, exact)
+    healthy = inputs(hq=1)
+    lowp = forward_and_gradients(*healthy, testing.make_like(q), "reference", **options)
+    size, s_max = testing.magnitudes(*healthy, testing.make_like(q), **options)
+    for n, t in found.items():  # where they are finite, to the budget of the healthy call
+        e, finite = exact[n], exact[n].isfinite()
+        low = torch.where(finite & lowp[n].isfinite(), e.float(), 0)
+        terms = torch.where(finite, size[n] + e.abs().nan_to_num(0, 0, 0), 0)
+        testing.check(t.where(finite, 0), low, e.where(finite, 0), magnitude=terms, s_max=s_max, name=n)
+
+
+def case_dead_keys_of_any_value():
+    q, k, v = inputs(sq=40, skv=60)
+    options = {"mask": mods.prefix(33)}
+    clean = forward_and_gradients(q, k, v, **options)
+    k[:, 33:], v[:, 33:] = NAN, INF
+    found = forward_and_gradients(q, k, v, **options)
+    assert all(t.isfinite().all() for t in found.values())
+    testing.check_all(clean, *inputs(sq=40, skv=60), testing.make_like(q), **options)
+    for n, t in found.items():  # computed again, in another order
+        testing.check(t, clean[n], clean[n].double(), name=n)
+
+
+# ---- one call after another
+
+
+def case_window_after_window():
+    """A plan once kept the first window's numbers."""
+    q, k, v = inputs(sq=60, skv=60)
+    results = []
+    for window in ((5, 0), (30, 0), (5, 9)):
+        verify(q, k, v, window=window)
+        results.append(sartor.attention(q, k, v, window=window, kernel="triton"))
+    assert not torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("layout", ["swapped", "packed", "step", "last", "transposed", "offset"])
+def case_strides_after_strides(layout):
+    """A plan once kept the first strides. The layout of dout is another matter than that of q, k and v."""
+    q, k, v = inputs(hq=2, hkv=2, sq=40, skv=40)
+    dout, dlse = testing.make_like(q), normal(1, 2, 40)
+    plain = forward_and_gradients(q, k, v, dout, causal=True)
+    other = [testing.layouts(t)[layout] for t in (q, k, v)]
+    assert equal(forward_and_gradients(*other, dout, causal=True), plain)
+    assert equal(forward_and_gradients(q, k, v, testing.layouts(dout)[layout], causal=True), plain)
+    assert equal(forward_and_gradients(q, k, v, torch.ones(()).expand(q.shape), causal=True),
+                 forward_and_gradients(q, k, v, torch.ones(q.shape), causal=True))  # fmt: skip
+    assert equal(forward_and_gradients(q, k, v, dout, causal=True), plain)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    ends = sartor.attention(*leaves, causal=True, return_lse=True, kernel="triton")
+    both = torch.autograd.grad(ends, leaves, (dout, dlse), retain_graph=True)
+    without = torch.autograd.grad(ends[:1], leaves, dout)
+    assert all(torch.equal(g, plain[n]) for g, n in zip(without, ("dq", "dk", "dv"), strict=True))
+    found = dict(zip(("dq", "dk", "dv"), both, strict=True))
+    testing.check_all(found, q, k, v, dout, dlse, causal=True)
+
+
+def case_bits():
+    """Run to run, and whatever else is in the batch."""
+    q, k, v = inputs(b=2, sq=40, skv=50)
+    found = forward_and_gradients(q, k, v, causal=True)
+    assert equal(found, forward_and_gradients(q, k, v, causal=True))
+    dout = testing.make_like(q)
+    alone = forward_and_gradients(q[1:], k[1:], v[1:], dout[1:], causal=True)
+    assert equal(alone, {n: t[1:] for n, t in found.items()})
+
+
+def case_source_has_no_numbers():
+    """A window's size, a prefix's length and a softcap go through `aux`: a new one compiles nothing."""
+    from sartor.kernels.parts import codegen
+
+    q, k, v = (torch.empty(1, 64, 2, 16) for _ in range(3))
+
+    def source(**options):
+        return codegen.source(Problem.of(Call(q, k, v, **options)).program)
+
+    text = source(window=(12345, 77), softcap=98.5, mask=mods.prefix(4321))
+    assert all(number not in text for number in ("12345", "77", "98.5", "4321"))
+    assert text == source(window=(3, 5), softcap=2.5, mask=mods.prefix(6))
