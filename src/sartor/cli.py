@@ -201,7 +201,9 @@ def plot(
 
 @app.command()
 def report(
-    readme: Annotated[list[Path] | None, typer.Argument(help="files with markers; README.md by default")] = None,
+    readme: Annotated[
+        list[Path] | None, typer.Argument(help="files with markers; README.md and docs/results.md by default")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="write nothing; exit code 1 if a file is stale")] = False,
 ) -> None:
     """Rewrite the tables between markers from the committed records."""
@@ -209,7 +211,8 @@ def report(
 
     with friendly():
         results, stale = _results(), False
-        for path in readme or [results.parents[1] / "README.md"]:
+        root = results.parents[1]
+        for path in readme or [root / "README.md", root / "docs" / "results.md"]:
             fresh = reports.update(path, results, check)
             stale |= not fresh
             typer.echo(f"{path.name}: {'up to date' if fresh else 'stale' if check else 'rewritten'}")

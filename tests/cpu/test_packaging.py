@@ -23,8 +23,9 @@ def test_importing_sartor_touches_torch_only() -> None:
     assert loaded("sartor") == loaded("torch.utils.flop_counter")  # where the FLOP formulas go; it looks for Triton
 
 
-def test_readme_tables_are_those_of_the_records() -> None:
-    assert report.update(ROOT / "README.md", ROOT / "benchmarks" / "results", check=True), "run `sartor report`"
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_tables_are_those_of_the_records(name: str) -> None:
+    assert report.update(ROOT / name, ROOT / "benchmarks" / "results", check=True), "run `sartor report`"
 
 
 def test_results_of_a_user_are_ignored_and_committed_ones_are_not() -> None:

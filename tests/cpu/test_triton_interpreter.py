@@ -38,7 +38,18 @@ SMALL = {"triton_forward": Tile(32, 16), "triton_backward": Tile(16, 32, then=Ti
 @pytest.mark.parametrize("part", range(PARTS))
 def test_interpreter(part):
     names = [f"{__file__}::{n}" for n in globals() if n.startswith("case_")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "python_functions=case_*"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore::RuntimeWarning",
+        "-o",
+        "python_functions=case_*",
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([*command, *names[part::PARTS]], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
@@ -48,7 +59,8 @@ def test_interpreter(part):
 def small_tiles(request, monkeypatch):
     """Tiles of SMALL, unless a case is marked with `first_tile`: the first legal ones."""
     if INSIDE and not getattr(request.function, "first_tile", False):
-        monkeypatch.setattr(table, "lookup", lambda spec, p, dev: (SMALL[spec.name], "small"))
+        monkeypatch.setattr(table, "lookup", lambda spec, p, dev: (SMALL.get(spec.name), "small"))
+        torch.set_num_threads(1)  # the interpreter's tensors are small
     sartor.plan.choose.cache_clear()
     sartor.plan.choose_backward.cache_clear()
     sartor.ops._PREPARED.clear()
@@ -248,13 +260,11 @@ def case_spoilt(which, value, case):
     assert not all(t.isfinite().all() for n, t in found.items() if n != "lse")
     same_pattern(found, exact)
     healthy = inputs(hq=1)
-    lowp = forward_and_gradients(*healthy, testing.make_like(q), "reference", **options)
     size, s_max = testing.magnitudes(*healthy, testing.make_like(q), **options)
-    for n, t in found.items():  # where they are finite, to the budget of the healthy call
-        e, finite = exact[n], exact[n].isfinite()
-        low = torch.where(finite & lowp[n].isfinite(), e.float(), 0)
-        terms = torch.where(finite, size[n] + e.abs().nan_to_num(0, 0, 0), 0)
-        testing.check(t.where(finite, 0), low, e.where(finite, 0), magnitude=terms, s_max=s_max, name=n)
+    for n, t in found.items():  # where they are finite: the noise of float32, whose terms the healthy call gives
+        finite = exact[n].isfinite()
+        e, terms = exact[n].where(finite, 0), size[n].where(finite, 0)
+        testing.check(t.where(finite, 0), e.float(), e, magnitude=terms, s_max=s_max, name=n)
 
 
 def case_dead_keys_of_any_value():

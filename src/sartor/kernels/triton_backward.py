@@ -423,7 +423,7 @@ class TritonBackward:
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What every Triton kernel needs; this one serves every dense problem."""
-        return launch.reasons(p, dev)
+        return launch.reasons(p, dev) or launch.no_tile(self, p, dev)
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first; the same measure for dk, dv and for dq."""
@@ -431,7 +431,7 @@ class TritonBackward:
         small = p.dtype == torch.float32
         for stepped, held, warps in itertools.product((64, 32, 16, 128), (128, 64, 32, 16), (8, 4)):
             accumulators = held * (d + dv + 2 * stepped) // (32 * warps)  # float32 registers a thread
-            if accumulators > (128 if small else 200) or held < 16 * warps // 4 or (small and stepped * held > 2048):
+            if accumulators > (140 if small else 200) or held < 16 * warps // 4 or (small and stepped * held > 2048):
                 continue
             for stages in (2, 3, 1):
                 if self.smem_bytes(p, stepped, held, stages) <= launch.room(dev):

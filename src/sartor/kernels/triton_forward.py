@@ -181,7 +181,7 @@ class TritonForward:
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What every Triton kernel needs; this one serves every dense problem."""
-        return launch.reasons(p, dev)
+        return launch.reasons(p, dev) or launch.no_tile(self, p, dev)
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first."""
@@ -189,12 +189,10 @@ class TritonForward:
         small = p.dtype == torch.float32
         for block_m, block_n, warps in itertools.product((128, 64, 32, 16), (64, 128, 32, 16), (8, 4)):
             accumulators = block_m * (wide + block_n) // (32 * warps)  # float32 registers a thread
-            if (
-                accumulators > (100 if small else 168)
-                or block_m < 16 * warps // 2
-                or (small and block_m * block_n > 4096)
-            ):
+            if accumulators > (100 if small else 168) or (small and block_m * block_n > 4096):
                 continue
+            if block_m < (4 if small else 8) * warps:
+                continue  # a warp multiplies 16 rows, or shares them with others
             if dev.arch >= 90 and not small and block_m < 64 and wide <= 256:
                 continue  # wgmma multiplies 64 rows at a time
             for stages in (3, 2, 4, 1):
@@ -204,7 +202,7 @@ class TritonForward:
     def smem_bytes(self, p: Problem, block_m: int, block_n: int, stages: int) -> int:
         """Upper estimate of shared memory: the q tile, and key and value tiles for every stage."""
         size = p.dtype.itemsize
-        d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
+        d, dv = (sum(widths) for widths in (tiles.chunks(p.dim)[-1], tiles.wide_chunks(p.dim_v)[-1]))
         return size * (block_m * d + stages * block_n * (d + dv)) + (block_m * block_n * size if stages == 1 else 0)
 
     def launches(self, plan: Plan, x: Operands, out: torch.Tensor, lse: torch.Tensor) -> list[launch.Launch]:

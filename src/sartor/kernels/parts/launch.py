@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sartor.device import Device
-from sartor.kernels.spec import Operands, Plan, Tile
+from sartor.kernels.spec import KernelSpec, Operands, Plan, Tile
 from sartor.problem import Problem
 
 LOG2_E = 1.4426950408889634
@@ -29,6 +29,16 @@ def reasons(p: Problem, dev: Device) -> list[str]:
     if p.dtype not in DTYPES:
         why.append(f"needs float16, bfloat16 or float32, got {p.dtype}")
     return why
+
+
+def no_tile(spec: KernelSpec, p: Problem, dev: Device) -> list[str]:
+    """Why a problem whose kernel has no legal tile cannot run."""
+    if next(iter(spec.tiles(p, dev)), None) is not None:
+        return []
+    dtype = str(p.dtype).removeprefix("torch.")
+    return [
+        f"needs a tile within {room(dev)} bytes of shared memory, got none for dims {p.dim} and {p.dim_v} in {dtype}"
+    ]
 
 
 def available() -> bool:
