@@ -241,16 +241,16 @@ torch.library.register_autograd("sartor::attention", _operator_backward, setup_c
 torch.library.register_autograd("sartor::attention_backward", _no_double_backward, lib=_LIBRARY)
 
 
-def _flops(q_shape: Any, k_shape: Any, v_shape: Any, causal: str) -> Any:
+def _flops(q_shape: Any, k_shape: Any, v_shape: Any, causal: str) -> int:
     b, sq, hq, d = q_shape
     pairs = sq * k_shape[1]
-    return 2 * b * hq * (pairs // 2 if causal and sq == k_shape[1] else pairs) * (d + v_shape[3])
+    return int(2 * b * hq * (pairs // 2 if causal and sq == k_shape[1] else pairs) * (d + v_shape[3]))
 
 
 @register_flop_formula(torch.ops.sartor.attention)
 def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
     """Useful FLOPs of the forward: 2 b h sq skv (d + dv), half of it for a square causal mask."""
-    return int(_flops(q, k, v, rest[6]))
+    return _flops(q, k, v, rest[6])
 
 
 @register_flop_formula(torch.ops.sartor.attention_backward)

@@ -85,7 +85,5 @@ def explain(p: Problem, dev: Device) -> Explanation:
         backward = choose_backward(p, dev)
     except Unsupported as error:
         refused |= error.reasons
-    notes = [f"{name} is copied once: its last dim is not dense" for name in p.copies]
-    if plan is not None and hasattr(plan.kernel, "notes"):
-        notes += plan.kernel.notes(plan)
-    return Explanation(p, dev, refused, plan, backward, tuple(notes))
+    notes = tuple(f"{name} is copied once: its last dim is not dense" for name in p.copies)
+    return Explanation(p, dev, refused, plan, backward, notes)

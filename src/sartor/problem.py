@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sartor.mods import masks, scores
-from sartor.mods.core import Mask, Program, Score, pattern, resolve
+from sartor.mods.core import Mask, Program, Score, resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DIM = 512
@@ -299,18 +299,3 @@ def _check_extra(name: str, t: torch.Tensor, q: torch.Tensor, full: tuple[int, i
         )
     if t.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}")
-
-
-__all__ = [
-    "MAX_DIM",
-    "PRECISIONS",
-    "Call",
-    "Problem",
-    "aux_values",
-    "band",
-    "default_scale",
-    "mask_class",
-    "mods",
-    "name_of",
-    "pattern",
-]
