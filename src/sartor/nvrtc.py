@@ -1,0 +1,349 @@
+"""CUDA C++ at run time: compile with NVRTC, keep the result on disk, load and launch it.
+
+NVRTC and its Python binding come with a CUDA build of torch (or `pip install "cuda-core[cu13]"`); where they are missing,
+`missing()` says so. A cubin on disk is named by a hash of everything it depends on: the text with every header it
+includes, macros, options, architecture, compiler. Files are written whole and renamed into place, so processes may
+share the folder; a file that fails its checksum is made again, and a folder that cannot be written costs a compile per
+process, nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+FORMAT = b"sartor cubin 1\n"
+_LETTERS = {"P": "Q", "q": "q", "i": "i", "f": "f", "M": "128s"}  # of a signature -> of struct
+_SIZES = {"P": 8, "q": 8, "i": 4, "f": 4, "M": 128}
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message ends with its log."""
+
+
+class LaunchError(RuntimeError):
+    """The driver refused to load or launch a kernel."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes: registers a thread; bytes spilled, of stack, of static shared memory."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Binary:
+    """A compiled source: machine code for one architecture, the compiler's log, resources by kernel name."""
+
+    cubin: bytes
+    log: str
+    arch: str
+    resources: dict[str, Resources]
+
+    def sass(self, kernel: str = "") -> str:
+        """Machine code as text, of one kernel or all. Raises FileNotFoundError where no disassembler is installed."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            only = ["-fun", kernel] if kernel else []
+            done = subprocess.run(
+                [disassembler(), "-sass", *only, file.name], capture_output=True, text=True, check=True
+            )
+        return done.stdout
+
+
+@cache
+def missing() -> str:
+    """Why nothing can be compiled here, or an empty string."""
+    for module in ("cuda.core", "cuda.bindings"):
+        try:
+            found = util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return f'needs NVRTC through {module}, which is not installed: pip install "cuda-core[cu13]"'
+    try:
+        _compiler()
+    except Exception as error:  # the binding raises its own kinds, by version
+        return f"needs NVRTC, whose library was not found: {str(error).splitlines()[0]}"
+    return ""
+
+
+@cache
+def _compiler() -> str:
+    """NVRTC's version, down to the build where its wheel says it."""
+    from cuda.bindings import nvrtc
+
+    status, major, minor = nvrtc.nvrtcVersion()
+    if int(status) != 0:
+        raise RuntimeError(f"nvrtcVersion: {status}")
+    for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        try:
+            return f"{major}.{minor} {metadata.version(wheel)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return f"{major}.{minor}"
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: $SARTOR_CACHE, else the user's cache folder."""
+    chosen = os.environ.get("SARTOR_CACHE")
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sartor"
+
+
+def headers(source: str, include: Path | None) -> dict[str, str]:
+    """The texts of all headers that `source` includes by quoted name, directly or through others."""
+    found: dict[str, str] = {}
+    left = [source]
+    while left:
+        for name in _INCLUDE.findall(left.pop()):
+            if name not in found:
+                if include is None or not (include / name).is_file():
+                    raise CompileError(f'header "{name}" must be in the include folder, got {include}')
+                found[name] = (include / name).read_text()
+                left.append(found[name])
+    return found
+
+
+_LOCKS: dict[str, threading.Lock] = {}
+_BINARIES: dict[str, Binary] = {}
+
+
+def compile(
+    source: str,
+    *,
+    arch: str = "sm_90a",
+    defines: Mapping[str, object] | None = None,
+    include: Path | None = None,
+    name: str = "kernel.cu",
+) -> Binary:
+    """Compile CUDA C++ for one architecture, or find the result of an earlier time in memory or on disk.
+
+    Args:
+        source: the text of one translation unit; kernels are `extern "C"`.
+        arch: as `sm_90a`.
+        defines: macros by name.
+        include: the folder of the headers that `source` includes by quoted name.
+        name: what the compiler's messages call the source.
+
+    Raises:
+        CompileError: the source is wrong (with the compiler's log), or there is no NVRTC (with the reason).
+    """
+    if missing():
+        raise CompileError(missing())
+    macros = [(key, str(value)) for key, value in sorted((defines or {}).items())]
+    texts = headers(source, include)
+    parts = json.dumps([source, sorted(texts.items()), macros, arch, _compiler(), FORMAT.decode()])
+    key = hashlib.sha256(parts.encode()).hexdigest()
+    with _LOCKS.setdefault(key, threading.Lock()):  # dict.setdefault is atomic
+        if key not in _BINARIES:
+            file = cache_folder() / f"{key[:40]}.cubin"
+            binary = _read(file)
+            if binary is None:
+                binary = _compile(source, arch, macros, include, name)
+                _write(file, binary)
+            _BINARIES[key] = binary
+    return _BINARIES[key]
+
+
+def _compile(source: str, arch: str, macros: list[tuple[str, str]], include: Path | None, name: str) -> Binary:
+    from cuda.core import Program, ProgramOptions
+
+    log = io.StringIO()
+    options = ProgramOptions(
+        name=name, arch=arch, std="c++17", define_macro=macros or None, ptxas_options=["-v"],
+        include_path=[str(include)] if include else None,
+    )  # fmt: skip
+    try:
+        code = Program(source, "c++", options).compile("cubin", logs=log).code
+    except Exception as error:
+        raise CompileError(f"{name} for {arch} with {dict(macros)} does not compile:\n{error}\n{log.getvalue()}") from error
+    text = log.getvalue().replace("\0", "").strip()
+    return Binary(bytes(code), text, arch, _resources(text))
+
+
+def _resources(log: str) -> dict[str, Resources]:
+    """ptxas's report: a block of lines for each kernel."""
+    found = {}
+    for block in re.split(r"(?=Compiling entry function ')", log)[1:]:
+        kernel = block.split("'")[1]
+
+        def number(pattern: str, block: str = block) -> int:
+            match = re.search(pattern, block)
+            return int(match.group(1)) if match else 0
+
+        spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+        found[kernel] = Resources(
+            number(r"Used (\d+) registers"), spilled, number(r"(\d+) bytes stack frame"), number(r"(\d+) bytes smem")
+        )
+    return found
+
+
+def _read(file: Path) -> Binary | None:
+    """A cached binary; None where there is none, or not a whole one."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    start = len(FORMAT) + 32
+    if not data.startswith(FORMAT) or hashlib.sha256(data[start:]).digest() != data[len(FORMAT) : start]:
+        return None
+    head, cubin = data[start:].split(b"\n", 1)
+    facts = json.loads(head)
+    resources = {kernel: Resources(**r) for kernel, r in facts["resources"].items()}
+    return Binary(cubin, facts["log"], facts["arch"], resources)
+
+
+def _write(file: Path, binary: Binary) -> None:
+    facts = {"log": binary.log, "arch": binary.arch, "resources": {k: asdict(r) for k, r in binary.resources.items()}}
+    body = json.dumps(facts).encode() + b"\n" + binary.cubin
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
+            temporary.write(FORMAT + hashlib.sha256(body).digest() + body)
+        os.replace(temporary.name, file)
+    except OSError:
+        return  # a cache that cannot be written is no reason to fail; `sartor doctor` shows it
+
+
+@cache
+def disassembler() -> str:
+    """Path of cuobjdump: the machine's own, or the one in Triton's wheel. Raises FileNotFoundError."""
+    own = shutil.which("cuobjdump")
+    triton = util.find_spec("triton")
+    inside = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump" if triton and triton.origin else Path()
+    if own or inside.is_file():
+        return own or str(inside)
+    raise FileNotFoundError("needs cuobjdump to show machine code: it comes with the CUDA toolkit and with Triton")
+
+
+class _Frame:
+    """Room for the arguments of one launch, as the driver wants them: values, and an array of pointers to them."""
+
+    def __init__(self, signature: str) -> None:
+        self.packer = struct.Struct("=" + "".join(_LETTERS[c] for c in signature))
+        self.values = ctypes.create_string_buffer(self.packer.size)
+        base, offset = ctypes.addressof(self.values), 0
+        pointers = []
+        for letter in signature:
+            pointers.append(base + offset)
+            offset += _SIZES[letter]
+        self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self.address = ctypes.addressof(self.pointers)
+
+
+class Kernel:
+    """One kernel of a binary, ready to launch on any device of its architecture.
+
+    Args:
+        binary: what `compile` returned.
+        name: the kernel's `extern "C"` name.
+        signature: a letter a parameter: P pointer (int), q int64, i int32, f float32, M tensor map (128 bytes).
+        block: threads a block.
+        shared: bytes of dynamic shared memory a block.
+    """
+
+    def __init__(self, binary: Binary, name: str, signature: str, block: int, shared: int = 0) -> None:
+        from cuda.bindings import driver
+
+        self.binary, self.name, self.signature, self.block, self.shared = binary, name, signature, block, shared
+        self._start = driver.cuLaunchKernel
+        self._success = driver.CUresult.CUDA_SUCCESS
+        self._handles: dict[int, Any] = {}
+        self._frames: list[_Frame] = []
+        self._code: Any = None
+
+    def launch(self, grid: int | tuple[int, int, int], values: Sequence[Any], stream: int | None = None) -> None:
+        """Launch on `stream` (a raw handle), by default torch's current stream of the current device.
+
+        Raises LaunchError with the driver's reason; errors of the kernel itself come later, as CUDA's do.
+        """
+        import torch
+
+        device = torch._C._cuda_getDevice()
+        handle = self._handles.get(device) or self._load(device)
+        x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+        try:  # frames are lent, never shared: a list's pop and append are atomic
+            frame = self._frames.pop()
+        except IndexError:
+            frame = _Frame(self.signature)
+        frame.packer.pack_into(frame.values, 0, *values)
+        (status,) = self._start(handle, x, y, z, self.block, 1, 1, self.shared, stream, frame.address, 0)
+        self._frames.append(frame)
+        if status != self._success:
+            shape = f"grid {(x, y, z)}, block {self.block}, {self.shared} bytes of shared memory"
+            raise LaunchError(f"{self.name} ({shape}) did not launch: {status.name}")
+
+    def _load(self, device: int) -> Any:
+        """The driver's handle on a device; more shared memory than 48 KiB is asked for once, here."""
+        from cuda.bindings import driver
+        from cuda.core import ObjectCode
+
+        if self._code is None:
+            self._code = ObjectCode.from_cubin(self.binary.cubin).get_kernel(self.name)
+        handle = driver.CUfunction(int(self._code.handle))
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        kernel = driver.CUkernel(int(self._code.handle))
+        (status,) = driver.cuKernelSetAttribute(limit, self.shared, kernel, driver.CUdevice(device))
+        if status != self._success:
+            raise LaunchError(f"{self.name} needs {self.shared} bytes of shared memory a block: {status.name}")
+        self._handles[device] = handle
+        return handle
+
+
+_SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
+
+
+@lru_cache(maxsize=16384)
+def tensor_map(
+    address: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> bytes:
+    """A TMA tensor map: 128 bytes that a kernel takes as a `__grid_constant__` parameter.
+
+    Args:
+        address: of the first element; a multiple of 16.
+        dtype: `float16`, `bfloat16` or `float32`.
+        sizes: elements a dim, innermost first.
+        strides: bytes a step of each dim but the innermost; multiples of 16.
+        box: elements of one copy a dim.
+        swizzle: 0, 32, 64 or 128 bytes.
+
+    Reads beyond `sizes` give zeros. Raises LaunchError with the arguments where the driver refuses them.
+    """
+    from cuda.bindings import driver
+
+    enum = driver.CUtensorMapSwizzle
+    status, result = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"), len(sizes), address,
+        [driver.cuuint64_t(n) for n in sizes], [driver.cuuint64_t(n) for n in strides],
+        [driver.cuuint32_t(n) for n in box], [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(enum, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[swizzle]}"),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise LaunchError(f"tensor map of sizes {sizes}, strides {strides}, box {box}: {status.name}")
+    return ctypes.string_at(result.getPtr(), 128)
