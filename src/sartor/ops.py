@@ -16,7 +16,7 @@ from sartor.device import Device
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost
 from sartor.mods.core import lookup
 from sartor.plan import choose, choose_backward
-from sartor.problem import Call, Problem, aux_values
+from sartor.problem import Call, Problem, Template, aux_values
 
 Tensor = torch.Tensor
 NO_SECOND = "sartor.attention has no second derivative: expected no gradient of its gradients"
@@ -24,12 +24,12 @@ NO_SECOND = "sartor.attention has no second derivative: expected no gradient of 
 
 @dataclass(slots=True)
 class Prepared:
-    """A validated problem with its plans; aux values that hold no tensor are kept too."""
+    """A validated problem with its plans, and its aux values but for the tensors, which are the call's."""
 
     problem: Problem
     device: Device
     forward: Plan
-    aux: tuple[Any, ...] | None
+    template: Template
     backward: Plan | None = None
 
     def operands(self, call: Call) -> Operands:
@@ -37,7 +37,7 @@ class Prepared:
         q, k, v = call.q, call.k, call.v
         if self.problem.copies:
             q, k, v = (t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v))
-        return Operands(q, k, v, call.sinks, aux_values(call) if self.aux is None else self.aux)
+        return Operands(q, k, v, call.sinks, aux_values(call, self.template))
 
     def backward_plan(self) -> Plan:
         """Chosen at the first backward."""
@@ -64,11 +64,9 @@ def prepare(call: Call) -> Prepared:
         Problem.of(call)
         raise
     if found is None:
-        problem = Problem.of(call)
+        problem, template = Problem.parse(call)
         device = Device.of(call.q.device)
-        aux = aux_values(call)
-        keep = None if any(isinstance(a, Tensor) for a in aux) else aux
-        found = Prepared(problem, device, own(choose(problem, device)), keep)
+        found = Prepared(problem, device, own(choose(problem, device)), template)
         if len(_PREPARED) >= _MOST_PREPARED:
             _PREPARED.clear()
         _PREPARED[key] = found
@@ -107,7 +105,7 @@ class _Attention(torch.autograd.Function):
         x = prepared.operands(call)
         out, lse = _forward(prepared, x)
         ctx.set_materialize_grads(False)
-        ctx.prepared, ctx.numbers = prepared, tuple(None if isinstance(a, Tensor) else a for a in x.aux)
+        ctx.prepared = prepared
         ctx.dtypes = (None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype)
         ctx.save_for_backward(x.q, x.k, x.v, x.sinks, out, lse, *(a for a in x.aux if isinstance(a, Tensor)))
         return out, lse
@@ -116,7 +114,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         q, k, v, sinks, out, lse, *tensors = ctx.saved_tensors
         left = iter(tensors)
-        aux = tuple(next(left) if a is None else a for a in ctx.numbers)
+        aux = tuple(next(left) if a is None else a for a in ctx.prepared.template)
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         with torch.no_grad():
             g = _backward(ctx.prepared, Operands(q, k, v, sinks, aux), saved)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from sartor.mods import masks, scores
-from sartor.mods.core import Mask, Program, Score, resolve
+from sartor.mods.core import Mask, Program, Score, four_dims, resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DIM = 512
 PRECISIONS = ("ieee", "tf32")
+Template = tuple[int | float | None, ...]  # the aux values of equal calls: numbers, and None for a tensor of the call
 
 
 @dataclass(slots=True)
@@ -89,15 +92,21 @@ class Problem:
     @classmethod
     def of(cls, call: Call) -> Problem:
         """Validate a call. Raises ValueError or TypeError naming the argument, what was expected and what came."""
+        return cls.parse(call)[0]
+
+    @classmethod
+    def parse(cls, call: Call) -> tuple[Problem, Template]:
+        """The problem of a call, and the template of its aux values: the mods are built and traced here, once."""
         _check_tensors(call)
         b, sq, hq, d = call.q.shape
         skv, hkv, dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
         _check_options(call)
         _check_extras(call, (b, hq, sq, skv))
         mask, score = mods(call)
-        program, _ = Program.of(mask, score)
+        program, values = Program.of(mask, score)
+        template = tuple(None if isinstance(v, torch.Tensor) else resolve(v, sq, skv) for v in values)
         dense = {"q": call.q, "k": call.k, "v": call.v}
-        return cls(
+        problem = cls(
             b, hq, hkv, sq, skv, d, dv, call.q.dtype, call.out_dtype or call.q.dtype, call.q.device.type,
             default_scale(d) if call.softmax_scale is None else float(call.softmax_scale),
             program, mask.name if mask else "full", score.name if score else "", call.sinks is not None,
@@ -107,6 +116,7 @@ class Problem:
             call.out_dtype in (None, call.q.dtype) and d == dv
             and (call.q.is_contiguous() or call.q.transpose(1, 2).is_contiguous()),
         )  # fmt: skip
+        return problem, template
 
     @property
     def group(self) -> int:
@@ -151,8 +161,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def mods(call: Call) -> tuple[Mask | None, Score | None]:
-    """The mask and the score of a call. Their order here is the order of `aux_values`."""
-    parts = [band(call)]
+    """The mask and the score of a call. Their order here is the order of `aux_tensors`."""
+    parts = [band(call.causal, call.window)]
     if isinstance(call.mask, torch.Tensor):
         parts.append(masks.from_tensor(call.mask))
     elif call.mask is not None:
@@ -171,23 +181,38 @@ def mods(call: Call) -> tuple[Mask | None, Score | None]:
     return mask, score
 
 
-def band(call: Call) -> Mask | None:
-    """The diagonal band that `causal` and `window` ask for together."""
-    align: Any = "top_left" if call.causal == "top_left" else "bottom_right"
-    if call.window is None:
-        return masks.causal(align) if call.causal else None
-    left, right = (None if side == -1 else side for side in call.window)
+@lru_cache(maxsize=256)
+def band(causal: bool | str, window: tuple[int | None, int | None] | None) -> Mask | None:
+    """The diagonal band that `causal` and `window` ask for together; for all lengths the same one."""
+    align: Any = "top_left" if causal == "top_left" else "bottom_right"
+    if window is None:
+        return masks.causal(align) if causal else None
+    left, right = (None if side == -1 else side for side in window)
     if left is None and right is None:
-        return masks.causal(align) if call.causal else None
-    return masks.window(left, 0 if call.causal else right, align)
+        return masks.causal(align) if causal else None
+    return masks.window(left, 0 if causal else right, align)
 
 
-def aux_values(call: Call) -> tuple[int | float | torch.Tensor, ...]:
-    """What the program of a call reads, resolved for its lengths: numbers, and tensors of four dims."""
-    sq, skv = call.q.shape[1], call.k.shape[1]
-    mask, score = mods(call)
-    values = (mask.aux if mask else ()) + (score.aux if score else ())
-    return tuple(resolve(v, sq, skv) for v in values)
+def aux_tensors(call: Call) -> list[torch.Tensor]:
+    """The tensors among the aux values of a call, in their order, of four dims; read without building its mods."""
+    found: Sequence[torch.Tensor] = ()
+    if call.mask is not None:
+        found = call.mask.tensors if isinstance(call.mask, Mask) else (call.mask,)
+    slopes = () if call.alibi_slopes is None else (scores.slopes_table(call.alibi_slopes),)
+    bias = () if call.bias is None else (call.bias,)
+    return [four_dims(t) for t in (*found, *slopes, *bias)]
+
+
+def aux_values(call: Call, template: Template | None = None) -> tuple[int | float | torch.Tensor, ...]:
+    """What the program of a call reads, resolved for its lengths: numbers, and tensors of four dims.
+
+    `template` is that of an equal call, and spares the making of a new one.
+    """
+    template = Problem.parse(call)[1] if template is None else template
+    if None not in template:
+        return template  # type: ignore[return-value]
+    left = iter(aux_tensors(call))
+    return tuple(next(left) if value is None else value for value in template)
 
 
 def _check_tensors(call: Call) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import sartor
-from sartor import kernels, mods, ops, testing
+from sartor import kernels, mods, ops, problem, testing
 from sartor.device import ARCHITECTURES
+from sartor.mods import core
+from sartor.mods.core import resolve
 from sartor.problem import Call
 
 
@@ -131,6 +134,49 @@ def test_plans_are_found_again():
     assert ops.prepare(Call(q.clone(), k, v, causal=True)) is first
     assert ops.prepare(Call(q, k, v)) is not first
     assert ops.prepare(Call(q, k[:, :12], v[:, :12], causal=True)) is not first
+
+
+WITH_TENSORS = {
+    "bias": lambda: {"bias": torch.randn(13), "softcap": 3.0},
+    "bool mask": lambda: {"mask": torch.rand(2, 1, 9, 13) > 0.3, "causal": "bottom_right"},
+    "mask": lambda: {"mask": mods.document(torch.zeros(2, 9).int(), torch.zeros(2, 13).int()), "window": (5, -1)},
+    "all": lambda: {
+        "mask": mods.prefix(torch.tensor([3, 4])), "causal": "top_left", "softcap": 3.0,
+        "alibi_slopes": torch.rand(4), "bias": torch.randn(4, 1, 13),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_TENSORS)
+def test_aux_values_are_read_in_the_order_of_the_mods(name):
+    call = Call(*inputs(), **WITH_TENSORS[name]())
+    mask, score = problem.mods(call)
+    expected = [resolve(v, 9, 13) for v in (mask.aux if mask else ()) + (score.aux if score else ())]
+    for found in (problem.aux_values(call), ops.prepare(call).operands(call).aux):
+        assert len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b) and a.dim() == 4 if isinstance(b, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("name", WITH_TENSORS)
+def test_a_repeated_call_traces_nothing(name, monkeypatch):
+    """Nor does the operator, which names a mask by its handle."""
+    q, k, v = inputs()
+    call = Call(q, k, v, **WITH_TENSORS[name]())
+    first = ops.prepare(call)
+    arguments = ops.as_operator_arguments(call)
+
+    def trace(*args):
+        raise AssertionError("a mod was traced again")
+
+    monkeypatch.setattr(core, "trace", trace)
+    monkeypatch.setattr(core.Program, "of", trace)
+    again = replace(call, q=q.clone(), bias=None if call.bias is None else call.bias.clone())
+    assert ops.prepare(again) is first
+    assert len(first.operands(again).aux) == len(first.template)
+    other = ops._call(*arguments)
+    assert ops.prepare(other) is first
+    assert len(first.operands(other).aux) == len(first.template)
 
 
 def test_a_plan_does_not_remember_data():

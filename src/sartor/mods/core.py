@@ -14,6 +14,7 @@ never wrong.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,10 +29,15 @@ AuxValue = int | float | torch.Tensor | Callable[[int, int], int]
 __all__ = ["BIG", "Aux", "Mask", "Program", "Score", "interval", "maximum", "minimum", "resolve", "where"]
 
 
-def resolve(value: AuxValue, seqlen_q: int, seqlen_kv: int) -> int | float | torch.Tensor:
+def four_dims(t: torch.Tensor) -> torch.Tensor:
+    """The tensor with dims of size 1 in front, up to (batch, heads, seqlen_q, seqlen_kv)."""
+    return t if t.dim() == 4 else t[(None,) * (4 - t.dim())]
+
+
+def resolve(value: AuxValue, seqlen_q: int, seqlen_kv: int) -> Any:
     """The aux value of one problem: functions of the lengths are called, tensors get four dims."""
     if isinstance(value, torch.Tensor):
-        return value[(None,) * (4 - value.dim())]
+        return four_dims(value)
     return value(seqlen_q, seqlen_kv) if callable(value) else value
 
 
@@ -91,7 +97,11 @@ class Mask:
             return self
         left = iter(tensors)
         aux = tuple(next(left) if isinstance(a, torch.Tensor) else a for a in self.aux)
-        return Mask(self.keep, aux, self.rows, self.cols, self.name)
+        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(self.tensors, tensors, strict=True)):
+            return Mask(self.keep, aux, self.rows, self.cols, self.name)
+        same = copy(self)  # with its handle, which takes tracing to make
+        object.__setattr__(same, "aux", aux)
+        return same
 
     def _describe(self) -> str:
         n = len(self.aux)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from sartor.mods.core import BIG, Mask, interval, where
+from sartor.mods.core import BIG, Mask, four_dims, interval, where
 
 Align = Literal["bottom_right", "top_left"]
 
@@ -103,4 +103,4 @@ def from_tensor(keep: torch.Tensor) -> Mask:
     """A bool tensor broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), True where the query attends."""
     if keep.dtype != torch.bool:
         raise TypeError(f"mask must be a bool tensor (True = attend), got dtype {keep.dtype}")
-    return Mask(lambda b, h, q, kv, aux: aux[0], (keep[(None,) * (4 - keep.dim())],), name="tensor")
+    return Mask(lambda b, h, q, kv, aux: aux[0], (four_dims(keep),), name="tensor")

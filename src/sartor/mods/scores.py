@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sartor.mods.core import Score
+from sartor.mods.core import Score, four_dims
 from sartor.mods.expr import tanh
 from sartor.mods.masks import offset
 
@@ -19,10 +19,15 @@ def alibi(slopes: torch.Tensor) -> Score:
 
     Press, Smith and Lewis 2022, with flash-attn's symmetric form for keys after the query.
     """
-    table = slopes.float().view(-1 if slopes.dim() == 2 else 1, slopes.shape[-1], 1, 1)
-    return Score(lambda s, b, h, q, kv, aux: s - aux[0] * abs(q + aux[1] - kv), (table, offset), "alibi")
+    aux = (slopes_table(slopes), offset)
+    return Score(lambda s, b, h, q, kv, aux: s - aux[0] * abs(q + aux[1] - kv), aux, "alibi")
+
+
+def slopes_table(slopes: torch.Tensor) -> torch.Tensor:
+    """ALiBi slopes in float32, (1 or batch, heads_q, 1, 1)."""
+    return slopes.float().view(-1 if slopes.dim() == 2 else 1, slopes.shape[-1], 1, 1)
 
 
 def bias(table: torch.Tensor) -> Score:
     """score + bias, a float tensor broadcastable to (batch, heads_q, seqlen_q, seqlen_kv); the last term added."""
-    return Score(lambda s, b, h, q, kv, aux: s + aux[0], (table[(None,) * (4 - table.dim())],), "bias")
+    return Score(lambda s, b, h, q, kv, aux: s + aux[0], (four_dims(table),), "bias")
