@@ -66,9 +66,18 @@ class Explanation:
         lines = [f"{self.problem}", f"device: {self.device.name}"]
         for name, why in self.refused.items():
             lines += [f"  {name}: no, {reason}" for reason in why]
-        lines.append(f"  forward:  {self.plan or 'none'}")
-        lines.append(f"  backward: {self.backward or 'none'}")
+        lines += ["  forward:  " + _in_words(self.plan), "  backward: " + _in_words(self.backward)]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def _in_words(plan: Plan | None) -> str:
+    """A plan, its tiles and what a block holds in shared memory."""
+    if plan is None or plan.tile is None:
+        return str(plan or "none")
+    tiles = [plan.tile, plan.tile.then] if plan.tile.then else [plan.tile]
+    shapes = [f"{t.block_m} queries x {t.block_n} keys, {t.warps} warps, stages {t.stages}" for t in tiles]
+    shared = "" if plan.shared_bytes is None else f"; {plan.shared_bytes} bytes of shared memory a block"
+    return f"{plan}\n            {', then '.join(shapes)}{shared}"
 
 
 def explain(p: Problem, dev: Device) -> Explanation:

@@ -65,6 +65,18 @@ def test_explain_for_another_device():
     assert "NVIDIA H200" in str(sartor.explain(q, k, v, device=ARCHITECTURES[90]))
 
 
+def test_explain_says_what_a_block_holds():
+    """The tiles and the shared memory of both passes, as the kernels' own model counts it; less than padded."""
+    q = torch.empty(1, 4096, 2, 96, dtype=torch.bfloat16, device="meta")
+    walk = sartor.explain(q, q, q, causal=True, kernel="triton", device=ARCHITECTURES[90])
+    for plan in (walk.plan, walk.backward):
+        assert 0 < plan.shared_bytes < plan.padded().shared_bytes <= ARCHITECTURES[90].smem_bytes
+        assert f"{plan.tile.block_m} queries x {plan.tile.block_n} keys, {plan.tile.warps} warps" in str(walk)
+        assert f"{plan.shared_bytes} bytes of shared memory" in str(walk)
+    assert plan.padded().problem.dim == 128
+    assert sartor.explain(*inputs()).plan.shared_bytes is None
+
+
 def test_explain_says_what_is_copied():
     q, k, v = inputs()
     wide = torch.stack([q, q], -1)[..., 0]

@@ -149,7 +149,8 @@ def record(**changes: object) -> Record:
 
 
 def test_head_dims_table_gives_the_line_between_powers_of_two() -> None:
-    rows = [record(dim=d, dim_v=d, ms=ms, smem_bytes=1024 * d) for d, ms in ((64, 1.0), (96, 1.6), (128, 2.0))]
+    smem = {"smem_bytes": 96 << 10, "smem_padded_bytes": 128 << 10}
+    rows = [record(dim=d, dim_v=d, ms=ms, **smem) for d, ms in ((64, 1.0), (96, 1.6), (128, 2.0))]
     table = tables.head_dims(rows, "sdpa-cudnn")
     cells = dict(zip(table.headers, table.rows[1], strict=True))
     assert cells["D"] == "96"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -109,6 +109,18 @@ class Plan:
     tile: Tile | None
     source: str
     cache: dict[object, object] = field(default_factory=dict)
+
+    @property
+    def shared_bytes(self) -> int | None:
+        """Shared memory that a block takes, of the launch that takes most; None where the kernel does not say."""
+        count = getattr(self.kernel, "shared_bytes", None)
+        return None if count is None or self.tile is None else int(count(self))
+
+    def padded(self) -> Plan:
+        """The same kernel and tile, for head dims padded to the next powers of two."""
+        p = self.problem
+        dim, dim_v = (1 << (n - 1).bit_length() for n in (p.dim, p.dim_v))
+        return replace(self, problem=replace(p, dim=dim, dim_v=dim_v), cache={})
 
     def __str__(self) -> str:
         tile = f"[{self.tile}]" if self.tile else ""

@@ -451,6 +451,14 @@ class TritonBackward:
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
         return size * ((d + dv) * (held + stages * stepped) + 2 * stepped * held)
 
+    def shared_bytes(self, plan: Plan) -> int:
+        """Shared memory that a block takes, as `smem_bytes` counts it, of the two kernels the one that takes more."""
+        t = plan.tile
+        assert t is not None
+        assert t.then is not None
+        dkdv, dq = (t.block_m, t.block_n, t.stages), (t.then.block_n, t.then.block_m, t.then.stages)
+        return max(self.smem_bytes(plan.problem, *sizes) for sizes in (dkdv, dq))
+
     def launches(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
         """The launches of one call; `work` is `workspace`. Meta tensors will do, for compiling without a GPU."""
         p, tile, dev = plan.problem, plan.tile, plan.device

@@ -205,6 +205,12 @@ class TritonForward:
         d, dv = (sum(widths) for widths in (tiles.chunks(p.dim)[-1], tiles.wide_chunks(p.dim_v)[-1]))
         return size * (block_m * d + stages * block_n * (d + dv)) + (block_m * block_n * size if stages == 1 else 0)
 
+    def shared_bytes(self, plan: Plan) -> int:
+        """Shared memory that a block takes, as `smem_bytes` counts it."""
+        t = plan.tile
+        assert t is not None
+        return self.smem_bytes(plan.problem, t.block_m, t.block_n, t.stages)
+
     def launches(self, plan: Plan, x: Operands, out: torch.Tensor, lse: torch.Tensor) -> list[launch.Launch]:
         """The launches of one call; tensors may be meta tensors, for compiling without a GPU."""
         p, tile = plan.problem, plan.tile

@@ -115,8 +115,7 @@ def _describe(record: Record, w: Workload, x: Inputs) -> None:
         return
     record.plan = str(plan)
     record.kernel_hash = sartor.kernels.source_hash(plan.kernel.name)
-    shared = getattr(plan.kernel, "shared_bytes", None)
-    record.smem_bytes = int(shared(plan)) if shared is not None else None
+    record.smem_bytes, record.smem_padded_bytes = plan.shared_bytes, plan.padded().shared_bytes
 
 
 def _rates(record: Record, w: Workload, ceilings: roofline.Ceilings) -> None:

@@ -67,6 +67,7 @@ class Record:
     time: str = ""
     cos_sim: float | None = None
     smem_bytes: int | None = None
+    smem_padded_bytes: int | None = None
 
     @classmethod
     def of(cls, run: Run, provider: str, w: Workload) -> Record:

@@ -214,7 +214,8 @@ def head_dims(records: list[Record], baseline: str, verified: Verified = lambda 
             NONE if r.err_max is None else f"{r.err_max:.1e}", NONE if r.cos_sim is None else f"{r.cos_sim:.7f}",
         ])  # fmt: skip
     table.notes = [
-        "Saved: against the same call padded to the next power of two. Time / line: against the straight line between "
+        "Saved: against the same call padded to the next power of two; of shared memory (smem), against the same tile. "
+        "Time / line: against the straight line between "
         "the neighbouring powers of two; 1.00 means that a head dim costs exactly its share.",
         *reasons,
     ]
@@ -227,7 +228,7 @@ def _savings(r: Record, ours: dict[int, Record]) -> list[str]:
         return [str(high), NONE, NONE, NONE, NONE, NONE]
     share = 1 - r.dim / high
     padded, below = ours.get(high), ours.get(low)
-    smem = 1 - r.smem_bytes / padded.smem_bytes if padded and padded.smem_bytes and r.smem_bytes else None
+    smem = 1 - r.smem_bytes / r.smem_padded_bytes if r.smem_bytes and r.smem_padded_bytes else None
     ratio = r.ms / padded.ms if padded and padded.ms and r.ms else None
     line = None
     if padded and below and padded.ms and below.ms and r.ms:
