@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from sartor.lab import ladder_cli
+from sartor.lab.flags import DeviceFlag, OutFlag, RecordFlag, device_of, friendly, results_folder
 
 if TYPE_CHECKING:
     import torch
@@ -17,19 +18,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Exact attention, cut to measure, and the lab that measures it.")  # fmt: skip
-
-DeviceFlag = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; by default the GPU if there is one")]
-OutFlag = Annotated[Path, typer.Option(help="folder of records; <out>/<device>/<suite>.jsonl")]
-
-
-@contextmanager
-def friendly() -> Iterator[None]:
-    """A wrong value is the caller's mistake: one line, exit code 2, no traceback."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from None
+app.add_typer(ladder_cli.ladder, name="ladder")
+app.command()(ladder_cli.profile)
 
 
 def _version(wanted: bool) -> None:
@@ -47,17 +37,6 @@ def main(
     ] = False,
 ) -> None:
     """Exact attention, cut to measure, and the lab that measures it."""
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch sees no NVIDIA GPU here")
-    return torch.device(name)
 
 
 @app.command()
@@ -100,7 +79,7 @@ def check(device: DeviceFlag = "", kernel: str = "auto") -> None:
     from sartor.lab import views
 
     with friendly():
-        rows = checks.run(_device(device), kernel)
+        rows = checks.run(device_of(device), kernel)
     views.console().print(checks.table(rows).rich())
     raise typer.Exit(0 if all(row.ok for row in rows) else 1)
 
@@ -124,7 +103,7 @@ def bench(
     max_seconds: Annotated[float, typer.Option(help="start no further workload after this")] = float("inf"),
     check: Annotated[bool, typer.Option(help="measure errors against float64")] = True,
     plot: Annotated[bool, typer.Option(help="draw the suite's plots")] = True,
-    record: Annotated[bool, typer.Option("--record", help="write to benchmarks/results, replacing older runs")] = False,
+    record: RecordFlag = False,
     out: OutFlag = Path("results"),
     device: DeviceFlag = "",
 ) -> None:
@@ -137,22 +116,12 @@ def bench(
             for name in suites.available():
                 typer.echo(f"{name:12s} {suites.load(name).description}")
             return
-        where = _device(device)
+        where = device_of(device)
         flags = {"dim": dim, "seqlen": seqlen, "heads": heads, "dtype": dtype, "mask": mask, "causal": causal}
         chosen = adhoc.suite(suite, quick, where, batch, {k: v for k, v in flags.items() if v})
         chosen = adhoc.narrow(chosen, providers, modes)
-        target = _results() if record else out
+        target = results_folder() if record else out
         _bench(chosen, where, Budget(rounds, round_ms), (check, plot, record), target, max_seconds)
-
-
-def _results() -> Path:
-    """benchmarks/results of the checkout."""
-    from sartor.lab.suites import checkout
-
-    root = checkout()
-    if root is None:
-        raise ValueError("this needs a checkout of the repository: an installed package has no benchmarks/results")
-    return root / "benchmarks" / "results"
 
 
 def _bench(
@@ -160,22 +129,12 @@ def _bench(
 ) -> None:
     from sartor.lab import views
     from sartor.lab.bench import Session
-    from sartor.lab.records import Record, Run, Store
+    from sartor.lab.records import Run
 
     check, plot, record = flags
-    session = Session(Run.start(suite.name, device), device, budget, check, max_seconds)
-    store, found = Store(out, session.run), list[Record]()
-    console = views.console()
-    with views.progress(console, len(suite.cases) + 1) as (tell, step):
-        for rows in session.measure(suite, tell):
-            store.add(rows)
-            found += rows
-            step()
-    store.close(replace=record)
+    session, console = Session(Run.start(suite.name, device), device, budget, check, max_seconds), views.console()
+    found, files = views.run(console, suite, session, out, plot, record)
     views.show(console, found, suite, session)
-    files = [store.path, store.path.with_suffix(".csv")]
-    if plot:
-        files += views.draw(found, suite, store.path.parent)
     console.print("wrote " + ", ".join(str(f) for f in files), highlight=False)
     console.print(f"again: sartor {' '.join(sys.argv[1:])}", highlight=False)
 
@@ -191,7 +150,7 @@ def plot(
     from sartor.lab import records, suites, views
 
     with friendly():
-        folder = (_results() if record else out) / device
+        folder = (results_folder() if record else out) / device
         found = records.latest(records.read(folder / f"{suite}.jsonl"))
         if not found:
             raise ValueError(f"no record in {folder / suite}.jsonl")
@@ -202,7 +161,7 @@ def plot(
 @app.command()
 def report(
     readme: Annotated[
-        list[Path] | None, typer.Argument(help="files with markers; README.md and docs/results.md by default")
+        list[Path] | None, typer.Argument(help="files with markers; by default README.md and those of docs/")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="write nothing; exit code 1 if a file is stale")] = False,
 ) -> None:
@@ -210,9 +169,9 @@ def report(
     from sartor.lab import report as reports
 
     with friendly():
-        results, stale = _results(), False
+        results, stale = results_folder(), False
         root = results.parents[1]
-        for path in readme or [root / "README.md", root / "docs" / "results.md"]:
+        for path in readme or [root / name for name in reports.FILES]:
             fresh = reports.update(path, results, check)
             stale |= not fresh
             typer.echo(f"{path.name}: {'up to date' if fresh else 'stale' if check else 'rewritten'}")
@@ -252,8 +211,8 @@ def verify(
     from sartor.lab import verify as verification
 
     with friendly():
-        results = _results()
-        evidence = verification.verify(results.parents[1], out or results, _device(device), typer.echo)
+        results = results_folder()
+        evidence = verification.verify(results.parents[1], out or results, device_of(device), typer.echo)
     words = ("passed", "failed", "skipped", "over_budget", "seconds")
     typer.echo(", ".join(f"{w.replace('_', ' ')} {evidence[w]}" for w in words))
     for name in evidence["failures"]:

@@ -23,7 +23,7 @@ def test_importing_sartor_touches_torch_only() -> None:
     assert loaded("sartor") == loaded("torch.utils.flop_counter")  # where the FLOP formulas go; it looks for Triton
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+@pytest.mark.parametrize("name", report.FILES)
 def test_tables_are_those_of_the_records(name: str) -> None:
     assert report.update(ROOT / name, ROOT / "benchmarks" / "results", check=True), "run `sartor report`"
 

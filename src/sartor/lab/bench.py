@@ -13,7 +13,7 @@ import torch
 
 import sartor
 from sartor.errors import Unsupported
-from sartor.lab import accuracy, providers, roofline
+from sartor.lab import accuracy, ladder, providers, roofline
 from sartor.lab.memory import peak_mib
 from sartor.lab.records import Record, Run, sm_clock_mhz
 from sartor.lab.suites import Suite
@@ -83,7 +83,7 @@ class Session:
         if record.skipped:
             return None
         try:
-            _describe(record, w, x)
+            describe(record, w, x)
             start = time.perf_counter()
             attend = provider.make(w, x)
             run = providers.runner(attend, w, x)
@@ -104,8 +104,11 @@ class Session:
             return None
 
 
-def _describe(record: Record, w: Workload, x: Inputs) -> None:
-    """The plan and the kernel behind a Sartor record."""
+def describe(record: Record, w: Workload, x: Inputs) -> None:
+    """The plan and the kernel behind a record of Sartor or of a rung."""
+    if record.base_provider == "rung":
+        rung = ladder.find(record.provider.removeprefix("rung:"))
+        record.plan, record.kernel_hash = rung.plan(w), rung.source_hash()
     if record.base_provider != "sartor":
         return
     kernel = record.provider.removeprefix("sartor:") if ":" in record.provider else "auto"

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sartor.lab import climb
 from sartor.lab.records import CEILINGS, Record
 
 COLOURS = {
     "sartor": "#d6294b", "eager": "#8c8c8c", "sdpa-math": "#b08d57", "sdpa": "#3b6fb6", "sdpa-flash": "#2a9d8f",
     "sdpa-cudnn": "#5a4fcf", "sdpa-efficient": "#e39b2d", "flex": "#7a3b8f",
 }  # fmt: skip
-VARIANTS = ["#f08a9d", "#8f1330", "#f4b6a6", "#5e0d20"]  # `sartor:<kernel>`, in order of appearance
+VARIANTS = ["#f08a9d", "#8f1330", "#f4b6a6", "#5e0d20", "#c7527f"]  # `sartor:<kernel>`, rungs, in order of appearance
 STYLE: dict[Any, Any] = {
     "font.size": 10, "font.family": "DejaVu Sans", "axes.titlesize": 10.5, "axes.titleweight": "bold",
     "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
@@ -33,7 +34,7 @@ def colour(provider: str, seen: list[str]) -> str:
 def draw(records: list[Record], folder: Path, kinds: tuple[str, ...]) -> list[Path]:
     """Draw what a suite asks for; the files made."""
     makers: dict[str, Callable[..., list[Path]]] = {
-        "latency": latency, "memory": memory, "head_dims": head_dims, "grid": grid
+        "latency": latency, "memory": memory, "head_dims": head_dims, "grid": grid, "climb": climb.plot
     }  # fmt: skip
     import matplotlib as mpl
 
@@ -85,7 +86,7 @@ def _curves(
         axis.set_xlabel("sequence length")
         if i % columns == 0:
             axis.set_ylabel(label)
-    return [_save(figure, folder, f"{records[-1].suite}-{name}", records)]
+    return [save(figure, folder, f"{records[-1].suite}-{name}", records)]
 
 
 def _curve_panel(axis: Any, records: list[Record], key: str, slopes: tuple[int, ...]) -> None:
@@ -156,7 +157,7 @@ def head_dims(records: list[Record], folder: Path) -> list[Path]:
         axis.set_ylabel("TFLOP/s of useful work")
     axes.flat[-1].set_xlabel("head dim")
     axes.flat[0].legend(ncols=5, loc="upper left", bbox_to_anchor=(0, 1.0), fontsize=9)
-    return [_save(figure, folder, f"{records[-1].suite}-tflops", records)]
+    return [save(figure, folder, f"{records[-1].suite}-tflops", records)]
 
 
 def _bars(axis: Any, records: list[Record], groups: list[Any], key: str = "tflops") -> None:
@@ -197,7 +198,7 @@ def grid(records: list[Record], folder: Path) -> list[Path]:
             axis.set_ylabel(unit)
         handles, names = axes.flat[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside upper left", ncols=6, fontsize=9.5)
-        files.append(_save(figure, folder, f"{records[-1].suite}-{mode}-{dtype}", records))
+        files.append(save(figure, folder, f"{records[-1].suite}-{mode}-{dtype}", records))
     return files
 
 
@@ -215,7 +216,8 @@ def _ceiling(axis: Any, records: list[Record], dtype: str, key: str = "tflops") 
         axis.annotate(text, (1, peaks[-1]), xycoords=at, ha="right", va="bottom", fontsize=8, color="#555555")
 
 
-def _save(figure: Any, folder: Path, name: str, records: list[Record]) -> Path:
+def save(figure: Any, folder: Path, name: str, records: list[Record]) -> Path:
+    """Write a figure as PNG, with where its records come from in the corner."""
     import matplotlib.pyplot as plt
 
     r = records[-1]

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sartor
+from sartor.device import Device
+from sartor.lab import ladder
 from sartor.lab.memory import available_bytes
 from sartor.lab.workloads import Inputs, Pattern, Workload
 
@@ -48,7 +50,7 @@ def provider(name: str, why_not: Reason = lambda w, device: "") -> Callable[[Mak
 
 
 def names() -> list[str]:
-    """Every provider, in order of registration; `sartor:<kernel>` is accepted besides."""
+    """Every provider, in order of registration; `sartor:<kernel>` and `rung:<number>` are accepted besides."""
     return list(_PROVIDERS)
 
 
@@ -56,8 +58,11 @@ def get(name: str) -> Provider:
     """The provider called `name`; ValueError lists the known ones."""
     if name.startswith("sartor:"):
         return Provider(name, _sartor(name.removeprefix("sartor:")), lambda w, device: "")
+    if name.startswith("rung:"):
+        rung = ladder.find(name.removeprefix("rung:"))
+        return Provider(name, lambda w, x: rung.attend(w), lambda w, device: rung.why_not(w, Device.of(device)))
     if name not in _PROVIDERS:
-        raise ValueError(f"provider must be one of {', '.join(names())} or sartor:KERNEL, got {name!r}")
+        raise ValueError(f"provider must be one of {', '.join(names())}, sartor:KERNEL or rung:NUMBER, got {name!r}")
     return _PROVIDERS[name]
 
 

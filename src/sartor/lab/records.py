@@ -68,6 +68,7 @@ class Record:
     cos_sim: float | None = None
     smem_bytes: int | None = None
     smem_padded_bytes: int | None = None
+    counters: dict[str, float] | None = None
 
     @classmethod
     def of(cls, run: Run, provider: str, w: Workload) -> Record:
@@ -149,7 +150,7 @@ class Store:
     """`<out>/<device>/<suite>.jsonl`, appended to line by line, with a CSV made from it at the end."""
 
     def __init__(self, out: Path, run: Run) -> None:
-        self.path = out / run.environment["device"] / f"{run.suite}.jsonl"
+        self.path: Path = out / run.environment["device"] / f"{run.suite}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.run = run
 
@@ -185,6 +186,8 @@ def latest(records: list[Record]) -> list[Record]:
 
 
 def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from sartor.lab import climb, profile, suites, tables
 from sartor.lab import records as store
-from sartor.lab import suites, tables
 from sartor.lab.records import CEILINGS, Record
 from sartor.lab.workloads import MODES
 
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 GPU_KERNELS = ("triton", "hopper", "fp32")  # their evidence is made on a GPU; the others' by every test run
 VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "host")
+FILES = ("README.md", "docs/results.md", "docs/ladder.md")
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,16 @@ class Evidence:
 
 
 def render(name: str, results: Path) -> str:
-    """The text of a marker `DEVICE/SUITE/VIEW`."""
+    """The text of a marker `DEVICE/SUITE/VIEW`; the ladder's views are `climb`, its sweeps, and a rung's number."""
     device, suite, view = _parse(name)
     found = store.latest(store.read(results / device / f"{suite}.jsonl"))
     chosen = [r for r in found if r.mode != CEILINGS and (view not in MODES or r.mode == view)]
     if not chosen:
         return "No record yet.\n"
+    if suite == "ladder":
+        counted = profile.newest(store.read(results / device / f"{profile.SUITE}.jsonl"))
+        parts = [table.markdown() for table in climb.view(view, found, counted)]
+        return "\n\n".join([*parts, provenance(chosen, found)] if view == "climb" else parts) + "\n"
     evidence, baseline = Evidence.load(results / device), _baseline(suite)
     if view == "memory":
         table = tables.memory(chosen)
@@ -66,7 +71,7 @@ def render(name: str, results: Path) -> str:
 
 def _parse(name: str) -> tuple[str, str, str]:
     parts = name.split("/")
-    if len(parts) != 3 or parts[2] not in VIEWS:
+    if len(parts) != 3 or (parts[2] not in VIEWS and parts[1] != "ladder"):
         raise ValueError(f"a report marker must be DEVICE/SUITE/VIEW with a view of {', '.join(VIEWS)}, got {name!r}")
     return parts[0], parts[1], parts[2]
 

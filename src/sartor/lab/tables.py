@@ -20,13 +20,14 @@ Verified = Callable[[Record], bool]
 
 @dataclass
 class Table:
-    """Headers, rows of text, and the lines that go under them. The cells of `best` are set in bold."""
+    """Headers, rows of text, lines that go under them. Cells of `best` are bold, columns of `words` flush left."""
 
     title: str
     headers: list[str]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
     best: set[tuple[int, int]] = field(default_factory=set)
+    words: tuple[str, ...] = ()
 
     def markdown(self) -> str:
         """GitHub Markdown."""
@@ -38,8 +39,11 @@ class Table:
             [f"**{cell}**" if (i, j) in self.best else cell for j, cell in enumerate(row)]
             for i, row in enumerate(self.rows)
         ]
-        table = [line(self.headers), line(["---"] + ["---:"] * (len(self.headers) - 1)), *map(line, marked)]
+        table = [line(self.headers), line("---" if left else "---:" for left in self._left()), *map(line, marked)]
         return "\n".join([self.title, "", *table, *(f"\n{note}" for note in self.notes)])
+
+    def _left(self) -> list[bool]:
+        return [i == 0 or header in self.words for i, header in enumerate(self.headers)]
 
     def rich(self) -> Any:
         """A rich.table.Table with the notes as its caption."""
@@ -48,8 +52,8 @@ class Table:
 
         table = RichTable(title=escape(self.title), title_justify="left", caption="\n".join(map(escape, self.notes)))
         table.caption_justify = "left"
-        for i, header in enumerate(self.headers):
-            table.add_column(escape(header), justify="left" if i == 0 else "right")
+        for header, left in zip(self.headers, self._left(), strict=True):
+            table.add_column(escape(header), justify="left" if left else "right")
         for i, row in enumerate(self.rows):
             cells = [f"[bold green]{escape(c)}[/]" if (i, j) in self.best else escape(c) for j, c in enumerate(row)]
             table.add_row(*cells)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sartor.lab import plots, tables
-from sartor.lab.records import CEILINGS, Record
+from sartor.lab.records import CEILINGS, Record, Store
 from sartor.lab.suites import Suite
 
 if TYPE_CHECKING:
@@ -47,6 +47,21 @@ def progress(console: Console, steps: int) -> Iterator[tuple[Callable[[str], Non
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=steps)
         yield (lambda text: bar.update(task, description=text)), (lambda: bar.advance(task))
+
+
+def run(
+    console: Console, suite: Suite, session: Session, out: Path, plot: bool, record: bool
+) -> tuple[list[Record], list[Path]]:
+    """Measure a suite with progress; its records, and the files written: records, CSV, plots."""
+    store, found = Store(out, session.run), list[Record]()
+    with progress(console, len(suite.cases) + 1) as (tell, step):
+        for rows in session.measure(suite, tell):
+            store.add(rows)
+            found += rows
+            step()
+    store.close(replace=record)
+    files = [store.path, store.path.with_suffix(".csv")]
+    return found, files + (draw(found, suite, store.path.parent) if plot else [])
 
 
 def show(console: Console, records: list[Record], suite: Suite, session: Session) -> None:
