@@ -41,11 +41,11 @@ FIRST_TILE_BYTES = {
 }  # fmt: skip
 
 
-def call_of(dim, mask="full", dtype=torch.bfloat16, dim_v=None, length=LENGTH, **options):
+def call_of(dim, kind="full", dtype=torch.bfloat16, dim_v=None, length=LENGTH, **options):
     """A call on contiguous (b, s, h, d) meta tensors."""
     widths = (dim, dim, dim_v or dim)
     q, k, v = (torch.empty((BATCH, length, HEADS, n), dtype=dtype, device="meta") for n in widths)
-    return Call(q, k, v, causal=mask == "band", **options)
+    return Call(q, k, v, causal=kind == "band", **options)
 
 
 def launches(kernel, call, tile, arch):
