@@ -85,7 +85,8 @@ def estimate(kernel, call, step):
 
 
 def row_id(row):
-    return f"{row['kernel'].removeprefix('triton_')}-{row['bits']}-{row['dim']}-{row['mask']}"
+    length = f"-{row['keys']}" if "keys" in row else ""
+    return f"{row['kernel'].removeprefix('triton_')}-{row['bits']}-{row['dim']}-{row['mask']}{length}"
 
 
 def marked(row):
@@ -96,7 +97,8 @@ def marked(row):
 def test_row_is_legal_and_found(row):
     """A tile the kernel allows, and the one that planning takes."""
     dtype = {16: torch.bfloat16, 32: torch.float32}[row["bits"]]
-    p, spec = Problem.of(call_of(row["dim"], row["mask"], dtype, row["dim_v"])), kernels.load(row["kernel"])
+    call = call_of(row["dim"], row["mask"], dtype, row["dim_v"], row.get("keys", LENGTH))
+    p, spec = Problem.of(call), kernels.load(row["kernel"])
     tile = Tile.of(row["tile"])
     assert tile in set(spec.tiles(p, ARCHITECTURES[90])) or spec.fits(p, ARCHITECTURES[90], tile)
     found, source = table.lookup(spec, p, ARCHITECTURES[90])

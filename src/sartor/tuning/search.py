@@ -7,6 +7,7 @@ dropped, the rest are timed round-robin, and the fastest becomes a row of data/s
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,7 @@ from sartor.kernels.spec import Operands, Plan, Saved, Tile
 from sartor.problem import Call, Problem, aux_values
 
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+SHORT = (512, 2048)  # lengths for which the forward has rows of its own
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Job:
     batch: int = 4
     heads: int = 16
     seqlen: int = 4096
+    keys: int | None = None  # the row will be for at most so many keys
 
     def call(self) -> Call:
         """Random tensors of the job's problem, in (b, s, h, d) memory."""
@@ -73,6 +76,8 @@ def jobs(dims: Iterable[int] = DIMS, dtypes: Iterable[str] = ("bfloat16", "float
             for mask in ("full", "band"):
                 for kernel, launch in parts:
                     yield Job(kernel, launch, dim, mask, dtype, *size)
+                for length in SHORT if dtype == "bfloat16" else ():
+                    yield Job("triton_forward", "forward", dim, mask, dtype, 16384 // length, 16, length, length)
 
 
 def runner(job: Job, tile: Tile, call: Call) -> tuple[dict[object, Any], Callable[[], Any]]:
@@ -178,8 +183,9 @@ def rows(found: dict[Job, Trial], record: str) -> list[str]:
             tiles, spills, ms = [best.tile, other.tile], best.spills + other.spills, best.ms + other.ms
         bits = getattr(torch, job.dtype).itemsize * 8
         numbers = [n for t in tiles for n in (t.block_m, t.block_n, t.warps, t.stages)]
-        line = {"kernel": job.kernel, "bits": bits, "mask": job.mask, "dim": job.dim, "dim_v": job.dim, "tile": numbers}
-        lines.append(json.dumps(line | {"ms": round(ms, 4), "spills": spills, "record": record}))
+        line = {"kernel": job.kernel, "bits": bits, "mask": job.mask, "dim": job.dim, "dim_v": job.dim}
+        line |= {"keys": job.keys} if job.keys else {}
+        lines.append(json.dumps(line | {"tile": numbers, "ms": round(ms, 4), "spills": spills, "record": record}))
     return lines
 
 
@@ -195,7 +201,7 @@ def write(rows: list[str], path: Path) -> None:
 
     def key(line: str) -> tuple[Any, ...]:
         r = json.loads(line)
-        return tuple(r[k] for k in ("kernel", "bits", "mask", "dim", "dim_v"))
+        return *(r[k] for k in ("kernel", "bits", "mask", "dim", "dim_v")), r.get("keys", math.inf)
 
     table = {key(line): line for line in path.read_text().splitlines()} if path.is_file() else {}
     table |= {key(line): line for line in rows}

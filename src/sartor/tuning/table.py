@@ -2,13 +2,15 @@
 
 A row holds `kernel`, `bits` (of the dtype), `dim` and `dim_v` (rounded up to 16), `mask` (`full`, `band` or `mods`),
 `tile` ([block_m, block_n, warps, stages], and again for a pass with two kernels) and `record` (the run it comes from).
-Legality is the kernel's business:
+A row with `keys` is for problems of at most so many keys, where filling the pipeline costs more than a small tile does;
+of several the one with the fewest keys is taken. Legality is the kernel's business:
 a row whose tile is not among the kernel's legal ones is an error that a test finds.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -24,18 +26,18 @@ def bucket(dim: int) -> int:
 
 
 @cache
-def rows(arch: int) -> dict[tuple[Any, ...], tuple[Tile, str]]:
-    """Tile and `file:line` by (kernel, bits, dim, dim_v, mask)."""
+def rows(arch: int) -> dict[tuple[Any, ...], list[tuple[float, Tile, str]]]:
+    """Most keys, tile and `file:line` by (kernel, bits, dim, dim_v, mask), fewest keys first."""
     name = f"sm{arch}.jsonl"
     file = files("sartor.tuning").joinpath("data", name)
     if not file.is_file():
         return {}
-    found = {}
+    found: dict[tuple[Any, ...], list[tuple[float, Tile, str]]] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         row = json.loads(line)
         key = tuple(row[k] for k in ("kernel", "bits", "dim", "dim_v", "mask"))
-        found[key] = (Tile.of(row["tile"]), f"from {name}:{number}")
-    return found
+        found.setdefault(key, []).append((row.get("keys", math.inf), Tile.of(row["tile"]), f"from {name}:{number}"))
+    return {key: sorted(tiles, key=lambda t: t[0]) for key, tiles in found.items()}
 
 
 def _never(p: Problem, dev: Device, tile: Tile) -> bool:
@@ -49,7 +51,7 @@ def lookup(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile | None, str]
         return None, ""
     key = (spec.name, p.dtype.itemsize * 8, bucket(p.dim), bucket(p.dim_v))
     for kind in dict.fromkeys((mask_class(p), "band" if mask_class(p) == "mods" else "full")):
-        tile, source = rows(dev.arch).get((*key, kind), (None, ""))
-        if tile is not None and (tile in legal or getattr(spec, "fits", _never)(p, dev, tile)):
-            return tile, source
+        for most, tile, source in rows(dev.arch).get((*key, kind), []):
+            if p.seqlen_kv <= most and (tile in legal or getattr(spec, "fits", _never)(p, dev, tile)):
+                return tile, source
     return legal[0], "first legal tile"

@@ -1,0 +1,51 @@
+"""Tuning rows: which one a problem gets."""
+
+from __future__ import annotations
+
+import torch
+
+from sartor import kernels
+from sartor.device import ARCHITECTURES
+from sartor.kernels.spec import Tile
+from sartor.problem import Call, Problem
+from sartor.tuning import search, table
+
+DEVICE = ARCHITECTURES[90]
+SHORT, MIDDLE, LONG = Tile(64, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, 128, 8, 3)
+
+
+def problem(keys, dim=128):
+    q, k = (torch.empty((1, n, 2, dim), dtype=torch.bfloat16, device="meta") for n in (4096, keys))
+    return Problem.of(Call(q, k, k))
+
+
+def test_few_keys_have_rows_of_their_own(monkeypatch):
+    """The row with the fewest keys that are enough; a tile that is not legal is passed over."""
+    illegal = Tile(128, 256, 8, 4)
+    key = ("triton_forward", 16, 128, 128, "full")
+    found = {key: [(128, illegal, "a"), (512, SHORT, "b"), (2048, MIDDLE, "c"), (float("inf"), LONG, "d")]}
+    monkeypatch.setattr(table, "rows", lambda arch: found)
+    spec = kernels.load("triton_forward")
+    for keys, tile, source in ((1, SHORT, "b"), (512, SHORT, "b"), (513, MIDDLE, "c"), (2049, LONG, "d")):
+        assert table.lookup(spec, problem(keys), DEVICE) == (tile, source)
+    assert table.lookup(spec, problem(512, 64), DEVICE)[1] == "first legal tile"
+
+
+def test_rows_come_with_fewest_keys_first():
+    for tiles in table.rows(90).values():
+        limits = [most for most, _, _ in tiles]
+        assert limits == sorted(set(limits))
+
+
+def test_rows_are_written_once_per_length(tmp_path):
+    path = tmp_path / "sm90.jsonl"
+    lengths = ((512, 512), (4096, None))
+    jobs = [search.Job("triton_forward", "forward", 128, "full", seqlen=n, keys=keys) for n, keys in lengths]
+    for ms in (2.0, 1.0):
+        found = {job: search.Trial(MIDDLE, ms=ms) for job in jobs}
+        search.write(search.rows(found, "a test"), path)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 2
+    assert '"keys": 512' in lines[0]
+    assert '"ms": 1.0' in lines[0]
+    assert "keys" not in lines[1]
