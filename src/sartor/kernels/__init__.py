@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FORWARD = ("triton_forward", "torch_cpu", "blocked", "reference")
-BACKWARD = ("triton_backward", "blocked_backward", "reference_backward")
+FORWARD = ("fp32_forward", "triton_forward", "torch_cpu", "blocked", "reference")
+BACKWARD = ("fp32_backward", "triton_backward", "blocked_backward", "reference_backward")
 
 
 @cache
@@ -30,7 +30,9 @@ def source_hash(name: str) -> str:
     """Hash of the sources a kernel is made from: its own file, and for GPU kernels `parts/` and the code generator."""
     here = Path(__file__).parent
     files = [here / f"{load(name).__module__.rsplit('.', 1)[-1]}.py"]
-    if name.startswith("triton"):
+    if name.startswith("fp32"):  # the Triton kernel of the same pass, on split operands
+        files.append(here / f"{name.replace('fp32', 'triton')}.py")
+    if name.startswith(("triton", "fp32")):
         files += [*sorted((here / "parts").glob("*.py")), here.parent / "mods" / "expr.py"]
     digest = hashlib.sha256()
     for file in files:

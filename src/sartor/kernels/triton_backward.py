@@ -27,7 +27,7 @@ if launch.available():
     import triton
     import triton.language as tl
 
-    from sartor.kernels.parts import codegen, tiles
+    from sartor.kernels.parts import codegen, products, tiles
     from sartor.kernels.parts.bounds import tile_bounds
     from sartor.kernels.parts.maths import LOG2_E
 
@@ -107,7 +107,7 @@ if launch.available():
     @triton.jit
     def _sweep_queries(
         state, lo, hi, full_lo, full_hi, k_base, v_base, k_stride, v_stride, q_base, dout_base, lse_base, delta_base,
-        q_stride, dout_stride, i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+        q_stride, dout_stride, units, i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
         MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
@@ -120,16 +120,23 @@ if launch.available():
         dk, dv = state
         o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         kv = i_n * BLOCK_N + o_n
-        k = tiles.load_tile(k_base, o_n, k_stride, seqlen_kv - i_n * BLOCK_N, DIM, CHUNKS, True)
-        v = tiles.load_tile(v_base, o_n, v_stride, seqlen_kv - i_n * BLOCK_N, DIM_V, CHUNKS_V, True)
+        k = products.load(k_base, o_n, k_stride, seqlen_kv - i_n * BLOCK_N, DIM, CHUNKS, True, PRECISION)
+        v = products.load(v_base, o_n, v_stride, seqlen_kv - i_n * BLOCK_N, DIM_V, CHUNKS_V, True, PRECISION)
+        q_units, k_unit, v_unit, dout_units = units
         for start in tl.range(lo, hi, BLOCK_M, num_stages=1 if SAFE else None):
             first = tl.cast(start, tl.int64)
             left = seqlen_q - start
-            q = tiles.load_tile(q_base + first * q_stride, o_m, q_stride, left, DIM, CHUNKS, BOUNDED)
-            s = tiles.dot_nt(k, q, CHUNKS, PRECISION)  # [N, D] @ [D, M] -> [N, M]
-            dout = tiles.load_tile(dout_base + first * dout_stride, o_m, dout_stride, left, DIM_V, CHUNKS_V, BOUNDED)
-            dp = tiles.dot_nt(v, dout, CHUNKS_V, PRECISION)  # [N, DV] @ [DV, M] -> [N, M]
+            q_unit = products.unit_of(q_units, start, PRECISION)
+            dout_unit = products.unit_of(dout_units, start, PRECISION)
+            q = products.load(q_base + first * q_stride, o_m, q_stride, left, DIM, CHUNKS, BOUNDED, PRECISION)
+            s = products.dot_nt(k, q, CHUNKS, PRECISION)  # [N, D] @ [D, M] -> [N, M]
+            s = products.times(s, k_unit, q_unit, PRECISION)
+            dout_rows = dout_base + first * dout_stride
+            dout = products.load(dout_rows, o_m, dout_stride, left, DIM_V, CHUNKS_V, BOUNDED, PRECISION)
+            dp = products.dot_nt(v, dout, CHUNKS_V, PRECISION)  # [N, DV] @ [DV, M] -> [N, M]
+            dp = products.times(dp, v_unit, dout_unit, PRECISION)
             lse, delta = _load_rows(lse_base, delta_base, start + o_m, seqlen_q, BOUNDED)
+            lse = products.resolved(lse, k_unit, q_unit, scale, DIM, PRECISION)
             partial = (start < full_lo) | (start + BLOCK_M > full_hi)
             w, ds, draw, keep = _gradient_tile(
                 s, dp, lse[None, :], delta[None, :], partial, b, h, (start + o_m)[None, :], kv[:, None], aux,
@@ -141,13 +148,14 @@ if launch.available():
                 )  # fmt: skip
                 q = tiles.finite_tile(q, CHUNKS)
             else:
-                dv = tiles.add_dot(dv, w, dout, CHUNKS_V, PRECISION)  # [N, M] @ [M, DV] -> [N, DV]
-            dk = tiles.add_dot(dk, draw, q, CHUNKS, PRECISION)  # [N, M] @ [M, D] -> [N, D]
+                # [N, M] @ [M, DV] -> [N, DV]
+                dv = products.add_dot(dv, w, dout, dout_unit, CHUNKS_V, PRECISION, True)
+            dk = products.add_dot(dk, draw, q, q_unit, CHUNKS, PRECISION, False)  # [N, M] @ [M, D] -> [N, D]
         return dk, dv
 
     @triton.jit
     def _dkdv_tile(
-        tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, aux,
+        tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, units, aux,
         q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
         heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
@@ -170,17 +178,24 @@ if launch.available():
         q_stride, dout_stride = q_strides[2] * UNIT, dout_strides[2] * UNIT
         present = tl.minimum(i_n * BLOCK_N + o_n, seqlen_kv - 1)
 
+        k_units = products.head_units(units, 1, head, seqlen_kv, PRECISION)
+        v_units = products.head_units(units, 2, head, seqlen_kv, PRECISION)
+        k_unit = products.unit_of(k_units, i_n * BLOCK_N, PRECISION)
+        v_unit = products.unit_of(v_units, i_n * BLOCK_N, PRECISION)
         state = tiles.zeros(BLOCK_N, CHUNKS), tiles.zeros(BLOCK_N, CHUNKS_V)
         for g in tl.range(0, group, num_stages=1):
             h = h_kv * group + g
             rows = (b64 * heads_q + h) * seqlen_q
             q_base = q_ptr + (b64 * q_strides[0] + tl.cast(h, tl.int64) * q_strides[1]) * UNIT
             dout_base = dout_ptr + (b64 * dout_strides[0] + tl.cast(h, tl.int64) * dout_strides[1]) * UNIT
+            q_units = products.head_units(units, 0, b * heads_q + h, seqlen_q, PRECISION)
+            dout_units = products.head_units(units, 3, b * heads_q + h, seqlen_q, PRECISION)
             lo, hi, full_lo, full_hi = tile_bounds(COLS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_q, BLOCK_M)
             state = _sweep_queries(
                 state, lo, hi, full_lo, full_hi, k_base, v_base, k_stride, v_stride, q_base, dout_base,
-                lse_log2_ptr + rows, delta_ptr + rows, q_stride, dout_stride, i_n, aux, b, h, seqlen_q, seqlen_kv,
-                scale, factor, KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
+                lse_log2_ptr + rows, delta_ptr + rows, q_stride, dout_stride, (q_units, k_unit, v_unit, dout_units),
+                i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+                KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
                 DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
             )  # fmt: skip
         dk, dv = state
@@ -189,46 +204,46 @@ if launch.available():
         dv_base = dv_ptr + b64 * dv_strides[0] + h64 * dv_strides[1] + first * dv_strides[2]
         tiles.store_tile(dk_base, o_n, dk_strides[2], left, dk, DIM, CHUNKS)
         tiles.store_tile(dv_base, o_n, dv_strides[2], left, dv, DIM_V, CHUNKS_V)
-        if KEEP is not None and not SAFE:
+        if (KEEP is not None or PRECISION == "pairs") and not SAFE:
             tl.store(bad_kv_ptr + tile, tiles.has_nonfinite(dk, CHUNKS) + tiles.has_nonfinite(dv, CHUNKS_V))
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def dkdv_kernel(
-        q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, aux,
+        q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, units, aux,
         q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
         batch, heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
         KEEP: tl.constexpr, COLS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
         MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr, SAFE: tl.constexpr,
     ):  # fmt: skip
-        """A program a tile; or, SAFE, a few programs that compute again with care what came out non-finite."""
+        """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
         tile = tl.program_id(0)
-        if SAFE:
+        if AGAIN:
             n_tiles = tl.cdiv(seqlen_kv, BLOCK_N) * (heads_q // group) * batch
             for again in tl.range(tile, n_tiles, tl.num_programs(0), num_stages=1):
                 if tl.load(bad_kv_ptr + again) != 0:
                     _dkdv_tile(
-                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, aux,
-                        q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-                        heads_q, group, seqlen_q, seqlen_kv, scale, factor,
+                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr,
+                        units, aux, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, heads_q,
+                        group, seqlen_q, seqlen_kv, scale, factor,
                         KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, True,
+                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE,
                     )  # fmt: skip
         else:
             _dkdv_tile(
-                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, aux,
+                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, units, aux,
                 q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
                 heads_q, group, seqlen_q, seqlen_kv, scale, factor,
                 KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, False,
+                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE,
             )  # fmt: skip
 
     @triton.jit
     def _sweep_keys(
         dq, lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride, lse, delta, i_m,
-        k_base, v_base, k_stride, v_stride, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+        k_base, v_base, k_stride, v_stride, units, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
         MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
@@ -237,28 +252,34 @@ if launch.available():
         """Add the key tiles in [lo, hi) to dq."""
         o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         q_rows = i_m * BLOCK_M + o_m
-        q = tiles.load_tile(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, CHUNKS, True)
-        dout = tiles.load_tile(dout_base, o_m, dout_stride, seqlen_q - i_m * BLOCK_M, DIM_V, CHUNKS_V, True)
+        q = products.load(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, CHUNKS, True, PRECISION)
+        dout = products.load(dout_base, o_m, dout_stride, seqlen_q - i_m * BLOCK_M, DIM_V, CHUNKS_V, True, PRECISION)
+        q_unit, k_units, v_units, dout_unit = units
         for start in tl.range(lo, hi, BLOCK_N, num_stages=1 if SAFE else None):
             first = tl.cast(start, tl.int64)
             left = seqlen_kv - start
-            k = tiles.load_tile(k_base + first * k_stride, o_n, k_stride, left, DIM, CHUNKS, BOUNDED)
-            s = tiles.dot_nt(q, k, CHUNKS, PRECISION)  # [M, D] @ [D, N] -> [M, N]
-            v = tiles.load_tile(v_base + first * v_stride, o_n, v_stride, left, DIM_V, CHUNKS_V, BOUNDED)
-            dp = tiles.dot_nt(dout, v, CHUNKS_V, PRECISION)  # [M, DV] @ [DV, N] -> [M, N]
+            k_unit = products.unit_of(k_units, start, PRECISION)
+            v_unit = products.unit_of(v_units, start, PRECISION)
+            k = products.load(k_base + first * k_stride, o_n, k_stride, left, DIM, CHUNKS, BOUNDED, PRECISION)
+            s = products.dot_nt(q, k, CHUNKS, PRECISION)  # [M, D] @ [D, N] -> [M, N]
+            s = products.times(s, q_unit, k_unit, PRECISION)
+            v = products.load(v_base + first * v_stride, o_n, v_stride, left, DIM_V, CHUNKS_V, BOUNDED, PRECISION)
+            dp = products.dot_nt(dout, v, CHUNKS_V, PRECISION)  # [M, DV] @ [DV, N] -> [M, N]
+            dp = products.times(dp, dout_unit, v_unit, PRECISION)
             partial = (start < full_lo) | (start + BLOCK_N > full_hi)
+            rows_lse = products.resolved(lse, q_unit, k_unit, scale, DIM, PRECISION)
             w, ds, draw, keep = _gradient_tile(
-                s, dp, lse[:, None], delta[:, None], partial, b, h, q_rows[:, None], (start + o_n)[None, :], aux,
+                s, dp, rows_lse[:, None], delta[:, None], partial, b, h, q_rows[:, None], (start + o_n)[None, :], aux,
                 seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, SAFE,
             )  # fmt: skip
             if SAFE:
                 k = tiles.finite_tile(k, CHUNKS)
-            dq = tiles.add_dot(dq, draw, k, CHUNKS, PRECISION)  # [M, N] @ [N, D] -> [M, D]
+            dq = products.add_dot(dq, draw, k, k_unit, CHUNKS, PRECISION, False)  # [M, N] @ [N, D] -> [M, D]
         return dq
 
     @triton.jit
     def _dq_tile(
-        tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, aux,
+        tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, units, aux,
         q_strides, k_strides, v_strides, dout_strides, dq_strides,
         heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
@@ -286,47 +307,55 @@ if launch.available():
         present = tl.minimum(q_rows, seqlen_q - 1)
         lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_kv, BLOCK_N)
 
+        head_kv = b * (heads_q // group) + h // group
+        q_units = products.head_units(units, 0, head, seqlen_q, PRECISION)
+        dout_units = products.head_units(units, 3, head, seqlen_q, PRECISION)
+        k_units = products.head_units(units, 1, head_kv, seqlen_kv, PRECISION)
+        v_units = products.head_units(units, 2, head_kv, seqlen_kv, PRECISION)
+        q_unit = products.unit_of(q_units, i_m * BLOCK_M, PRECISION)
+        dout_unit = products.unit_of(dout_units, i_m * BLOCK_M, PRECISION)
         dq = _sweep_keys(
             tiles.zeros(BLOCK_M, CHUNKS), lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride,
-            lse, delta, i_m, k_base, v_base, k_stride, v_stride, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+            lse, delta, i_m, k_base, v_base, k_stride, v_stride, (q_unit, k_units, v_units, dout_unit), aux, b, h,
+            seqlen_q, seqlen_kv, scale, factor,
             KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
             DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
         )  # fmt: skip
         dq = tiles.scale_tile(dq, scale, CHUNKS)
         dq_base = dq_ptr + b64 * dq_strides[0] + h64 * dq_strides[1] + first * dq_strides[2]
         tiles.store_tile(dq_base, o_m, dq_strides[2], left, dq, DIM, CHUNKS)
-        if KEEP is not None and not SAFE:
+        if (KEEP is not None or PRECISION == "pairs") and not SAFE:
             tl.store(bad_q_ptr + tile, tiles.has_nonfinite(dq, CHUNKS))
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def dq_kernel(
-        q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, aux,
+        q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, units, aux,
         q_strides, k_strides, v_strides, dout_strides, dq_strides,
         batch, heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
         KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
         MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr, SAFE: tl.constexpr,
     ):  # fmt: skip
-        """A program a tile; or, SAFE, a few programs that compute again with care what came out non-finite."""
+        """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
         tile = tl.program_id(0)
-        if SAFE:
+        if AGAIN:
             n_tiles = tl.cdiv(seqlen_q, BLOCK_M) * (heads_q) * batch
             for again in tl.range(tile, n_tiles, tl.num_programs(0), num_stages=1):
                 if tl.load(bad_q_ptr + again) != 0:
                     _dq_tile(
-                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, aux,
+                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, units, aux,
                         q_strides, k_strides, v_strides, dout_strides, dq_strides, heads_q, group, seqlen_q, seqlen_kv,
                         scale, factor, KEEP, ROWS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, True,
+                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE,
                     )  # fmt: skip
         else:
             _dq_tile(
-                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, aux,
+                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, units, aux,
                 q_strides, k_strides, v_strides, dout_strides, dq_strides, heads_q, group, seqlen_q, seqlen_kv,
                 scale, factor, KEEP, ROWS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, False,
+                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE,
             )  # fmt: skip
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
@@ -380,8 +409,8 @@ if launch.available():
             dout = tiles.load_tile(do_base, o_m, dout_strides[2] * UNIT, left_m, DIM_V, CHUNKS_V, True)
             k = tiles.load_tile(k_base, o_n, k_strides[2] * UNIT, left_n, DIM, CHUNKS, True)
             v = tiles.load_tile(v_base, o_n, v_strides[2] * UNIT, left_n, DIM_V, CHUNKS_V, True)
-            s = tiles.dot_nt(q, k, CHUNKS, PRECISION)
-            dp = tiles.dot_nt(dout, v, CHUNKS_V, PRECISION)
+            s = products.dot_nt(q, k, CHUNKS, PRECISION)
+            dp = products.dot_nt(dout, v, CHUNKS_V, PRECISION)
             rows = (b * heads_q + h) * seqlen_q
             lse, delta = _load_rows(lse_log2_ptr + rows, delta_ptr + rows, q_rows, seqlen_q, True)
             w, ds, draw, keep = _gradient_tile(
@@ -461,25 +490,34 @@ class TritonBackward:
 
     def launches(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
         """The launches of one call; `work` is `workspace`. Meta tensors will do, for compiling without a GPU."""
-        p, tile, dev = plan.problem, plan.tile, plan.device
+        return self.steps(plan, x, saved, work, self.pairs(x, work["dout"]))
+
+    def steps(
+        self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
+    ) -> list[launch.Launch]:
+        """`launches`; `pairs` are for the kernels that split their operands."""
+        p, tile = plan.problem, plan.tile
         assert tile is not None
         assert tile.then is not None
-        per = launch.unit(x.q, x.k, x.v, work["dout"])
-        shared = launch.common(plan, x) | {
-            "q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "dout_ptr": work["dout"],
-            "lse_log2_ptr": work["lse_log2"], "delta_ptr": work["delta"],
-            "q_strides": launch.strides(x.q, per), "k_strides": launch.strides(x.k, per),
-            "v_strides": launch.strides(x.v, per), "dout_strides": launch.strides(work["dout"], per),
-            "DSCORE": codegen.build(p.program).dscore, "DIM": p.dim, "DIM_V": p.dim_v,
-            "CHUNKS": tiles.chunks(p.dim), "CHUNKS_V": tiles.chunks(p.dim_v), "UNIT": per,
-        }  # fmt: skip
-        steps = [self._prepare(p, saved, work), self._dkdv(p, tile, shared, work)]
-        steps += [steps[-1].careful(dev)] if p.program.keep is not None else []
-        steps += [self._dq(p, tile.then, shared, work)]
-        steps += [steps[-1].careful(dev)] if p.program.keep is not None else []
+        shared = self._shared(plan, x, work["dout"], work)
+        steps = [self._prepare(p, saved, work)]
+        for step in (self._dkdv(p, tile, shared, work), self._dq(p, tile.then, shared, work)):
+            steps += [step, step.careful(plan.device)] if self.marked(p) else [step]
         if p.bias_shape is not None:
             steps.append(self._dbias(p, tile, shared, work))
         return steps
+
+    def _shared(self, plan: Plan, x: Operands, dout: torch.Tensor, work: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The arguments that every kernel of the backward but `prepare` takes."""
+        p, per = plan.problem, launch.unit(x.q, x.k, x.v, dout)
+        return launch.common(plan, x) | {
+            "q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "dout_ptr": dout,
+            "lse_log2_ptr": work["lse_log2"], "delta_ptr": work["delta"],
+            "q_strides": launch.strides(x.q, per), "k_strides": launch.strides(x.k, per),
+            "v_strides": launch.strides(x.v, per), "dout_strides": launch.strides(dout, per),
+            "DSCORE": codegen.build(p.program).dscore, "DIM": p.dim, "DIM_V": p.dim_v,
+            "CHUNKS": tiles.chunks(p.dim), "CHUNKS_V": tiles.chunks(p.dim_v), "UNIT": per,
+        }  # fmt: skip
 
     def _prepare(self, p: Problem, saved: Saved, work: dict[str, torch.Tensor]) -> launch.Launch:
         block = 32 if max(p.dim_v, 16) > 128 else 64
@@ -497,21 +535,21 @@ class TritonBackward:
 
     def _dkdv(self, p: Problem, tile: Tile, shared: dict[str, Any], work: dict[str, torch.Tensor]) -> launch.Launch:
         uneven = p.seqlen_q % tile.block_m != 0
-        arguments = shared | {
+        arguments = launch.PLAIN | shared | {
             "MASKED": p.program.keep is not None, "BOUNDED": uneven,
             "dk_ptr": work["dk"], "dv_ptr": work["dv"], "bad_kv_ptr": work["bad_kv"],
             "dk_strides": launch.strides(work["dk"]), "dv_strides": launch.strides(work["dv"]),
-            "COLS": codegen.build(p.program).cols, "SAFE": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "COLS": codegen.build(p.program).cols, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         }  # fmt: skip
         grid = p.batch * p.heads_kv * -(-p.seqlen_kv // tile.block_n)
         return launch.Launch("dkdv", dkdv_kernel, grid, launch.in_order(dkdv_kernel, arguments), tile)
 
     def _dq(self, p: Problem, tile: Tile, shared: dict[str, Any], work: dict[str, torch.Tensor]) -> launch.Launch:
         uneven = p.seqlen_kv % tile.block_n != 0
-        arguments = shared | {
+        arguments = launch.PLAIN | shared | {
             "MASKED": uneven or p.program.keep is not None, "BOUNDED": uneven,
             "dq_ptr": work["dq"], "dq_strides": launch.strides(work["dq"]), "bad_q_ptr": work["bad_q"],
-            "ROWS": codegen.build(p.program).rows, "SAFE": False, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "ROWS": codegen.build(p.program).rows, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         }  # fmt: skip
         grid = p.batch * p.heads_q * -(-p.seqlen_q // tile.block_m)
         return launch.Launch("dq", dq_kernel, grid, launch.in_order(dq_kernel, arguments), tile)
@@ -533,13 +571,22 @@ class TritonBackward:
         """dq, dk, dv, dbias, dsinks."""
         work = self.workspace(plan.problem, x, saved)
         key = work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
-        changed = self.changed(x, saved, work)
+        pairs, changed = self.pairs(x, work["dout"]), self.changed(x, saved, work)
         if x.aux:
             changed["aux"] = codegen.aux_arguments(x.aux, plan.problem.program)
-        if not launch.again(changed, plan.cache, key):
-            launch.run(self.launches(plan, x, saved, work), plan.cache, key)
+        own = launch.own({"q": x.q, "k": x.k, "v": x.v, "dout": work["dout"]}, pairs, "dkdv", "dq")
+        if not launch.again(changed, plan.cache, key, own):
+            launch.run(self.steps(plan, x, saved, work, pairs), plan.cache, key)
         dsinks = sink_gradient(x, saved.lse, work["delta"])
         return Gradients(work["dq"], work["dk"], work["dv"], work.get("dbias"), dsinks)
+
+    def marked(self, p: Problem) -> bool:
+        """Whether tiles are marked to be computed again."""
+        return p.program.keep is not None
+
+    def pairs(self, x: Operands, dout: torch.Tensor) -> dict[str, Any]:
+        """Room for split operands, by name; none here."""
+        return {}
 
     def changed(self, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The arguments of `launches` that are tensors of one call."""
@@ -557,7 +604,7 @@ class TritonBackward:
         work |= {"dq": torch.empty_like(x.q), "dk": torch.empty_like(x.k), "dv": torch.empty_like(x.v)}
         work["dlse"] = work["delta"] if saved.dlse is None else saved.dlse.contiguous()
         work["bad_q"] = work["bad_kv"] = work["delta"]
-        if p.program.keep is not None:  # tiles have 16 rows at least
+        if self.marked(p):  # tiles have 16 rows at least
             for name, heads, length in (("bad_q", p.heads_q, p.seqlen_q), ("bad_kv", p.heads_kv, p.seqlen_kv)):
                 work[name] = torch.empty(p.batch * heads * -(-length // 16), dtype=torch.int32, device=x.q.device)
         if p.bias_shape is not None:

@@ -7,12 +7,15 @@ online, in the log2 domain; the output is normalised once at the end (Dao 2023, 
 A masked key whose value is NaN would reach its row through 0 * NaN. Checking every value tile would cost every call, so
 a program marks its tile when the result is not finite, and a second launch computes the marked tiles again, with care.
 Inside one launch the careful code would cost the fast code its registers.
+
+fp32_forward.py launches the same kernel on pairs of float16 (PRECISION "pairs"), and again on the tiles they do not do.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,14 +28,14 @@ if launch.available():
     import triton
     import triton.language as tl
 
-    from sartor.kernels.parts import codegen, tiles
+    from sartor.kernels.parts import codegen, products, tiles
     from sartor.kernels.parts.bounds import tile_bounds
     from sartor.kernels.parts.maths import LN_2, LOG2_E
 
     @triton.jit
     def _sweep(
         state, lo, hi, full_lo, full_hi, q_base, q_stride, i_m,
-        k_base, v_base, k_stride, v_stride, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+        k_base, v_base, k_stride, v_stride, units, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
         MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
@@ -43,13 +46,15 @@ if launch.available():
         m, l, acc = state
         o_m, o_kv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         q_rows = i_m * BLOCK_M + o_m
-        q = tiles.load_tile(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, CHUNKS, True)
+        q = products.load(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, CHUNKS, True, PRECISION)
+        q_unit, k_units, v_units = units
         for start in tl.range(lo, hi, BLOCK_N, num_stages=1 if SAFE else None):
             k_rows = k_base + tl.cast(start, tl.int64) * k_stride
             v_rows = v_base + tl.cast(start, tl.int64) * v_stride
             kv = start + o_kv
-            k = tiles.load_tile(k_rows, o_kv, k_stride, seqlen_kv - start, DIM, CHUNKS, BOUNDED)
-            s = tiles.dot_nt(q, k, CHUNKS, PRECISION)  # [M, D] @ [D, N] -> [M, N]
+            k = products.load(k_rows, o_kv, k_stride, seqlen_kv - start, DIM, CHUNKS, BOUNDED, PRECISION)
+            s = products.dot_nt(q, k, CHUNKS, PRECISION)  # [M, D] @ [D, N] -> [M, N]
+            s = products.times(s, q_unit, products.unit_of(k_units, start, PRECISION), PRECISION)
             if PRESCALE:
                 s = s * scale
             if SCORE is not None:
@@ -74,8 +79,9 @@ if launch.available():
                     acc, w, keep, v_base, start, v_stride, seqlen_kv, BLOCK_N, DIM_V, CHUNKS_V
                 )  # fmt: skip
             else:
-                v = tiles.load_tile(v_rows, o_kv, v_stride, seqlen_kv - start, DIM_V, CHUNKS_V, BOUNDED)
-                acc = tiles.add_dot(acc, w, v, CHUNKS_V, PRECISION)  # [M, N] @ [N, DV] -> [M, DV]
+                v = products.load(v_rows, o_kv, v_stride, seqlen_kv - start, DIM_V, CHUNKS_V, BOUNDED, PRECISION)
+                v_unit = products.unit_of(v_units, start, PRECISION)
+                acc = products.add_dot(acc, w, v, v_unit, CHUNKS_V, PRECISION, True)  # [M, N] @ [N, DV] -> [M, DV]
             m = m_new
         return m, l, acc
 
@@ -96,7 +102,7 @@ if launch.available():
 
     @triton.jit
     def _forward_tile(
-        tile, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, aux,
+        tile, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
         q_strides, k_strides, v_strides, out_strides,
         heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
@@ -122,14 +128,20 @@ if launch.available():
         q_rows = i_m * BLOCK_M + o_m
         present = tl.minimum(q_rows, seqlen_q - 1)
         lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_kv, BLOCK_N)
+        head_kv = b * (heads_q // group) + h // group
+        q_units = products.head_units(units, 0, head, seqlen_q, PRECISION)
+        k_units = products.head_units(units, 1, head_kv, seqlen_kv, PRECISION)
+        v_units = products.head_units(units, 2, head_kv, seqlen_kv, PRECISION)
+        q_unit = products.unit_of(q_units, i_m * BLOCK_M, PRECISION)
         state = (
             tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32),
             tiles.zeros(BLOCK_M, CHUNKS_V),
         )  # fmt: skip
         state = _sweep(
             state, lo, hi, full_lo, full_hi, q_base, q_stride, i_m,
-            k_base, v_base, k_stride, v_stride, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
-            KEEP, SCORE, PRESCALE, PRECISION, MASKED, BOUNDED, DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
+            k_base, v_base, k_stride, v_stride, (q_unit, k_units, v_units), aux, b, h, seqlen_q, seqlen_kv,
+            scale, factor, KEEP, SCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
+            DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
         )  # fmt: skip
         sink = 0.0
         if SINKS:
@@ -137,39 +149,52 @@ if launch.available():
         out, lse = _finish(state, sink, factor, CHUNKS_V, SINKS)
         tiles.store_tile(out_base, o_m, out_strides[2] * OUT_UNIT, seqlen_q - i_m * BLOCK_M, out, DIM_V, CHUNKS_V)
         tl.store(lse_ptr + tl.cast(head, tl.int64) * seqlen_q + q_rows, lse, mask=q_rows < seqlen_q)
-        if KEEP is not None and not SAFE:
+        if PRECISION == "pairs":
+            k_unit = products.largest_unit(k_units, lo, hi)
+            lost = products.unresolved(state[0] * factor, q_unit, k_unit, scale, DIM)
+            tl.store(bad_ptr + tile, tiles.has_nonfinite(out, CHUNKS_V) | tl.max(lost.to(tl.int32), 0))
+        elif KEEP is not None and not SAFE:
             tl.store(bad_ptr + tile, tiles.has_nonfinite(out, CHUNKS_V))
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def forward_kernel(
-        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, aux,
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
         q_strides, k_strides, v_strides, out_strides,
         batch, heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
         KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, SINKS: tl.constexpr,
         PRECISION: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-        UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+        UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        AGAIN: tl.constexpr, SAFE: tl.constexpr,
     ):  # fmt: skip
-        """A program a tile; or, SAFE, a few programs that compute again with care what came out non-finite."""
+        """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
         tile = tl.program_id(0)
-        if SAFE:
+        if AGAIN:
             n_tiles = tl.cdiv(seqlen_q, BLOCK_M) * heads_q * batch
             for again in tl.range(tile, n_tiles, tl.num_programs(0), num_stages=1):
                 if tl.load(bad_ptr + again) != 0:
                     _forward_tile(
-                        again, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, aux,
+                        again, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
                         q_strides, k_strides, v_strides, out_strides, heads_q, group, seqlen_q, seqlen_kv,
                         scale, factor, KEEP, ROWS, SCORE, PRESCALE, SINKS, PRECISION, MASKED, BOUNDED,
-                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, True,
+                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, SAFE,
                     )  # fmt: skip
         else:
             _forward_tile(
-                tile, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, aux,
+                tile, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
                 q_strides, k_strides, v_strides, out_strides, heads_q, group, seqlen_q, seqlen_kv,
                 scale, factor, KEEP, ROWS, SCORE, PRESCALE, SINKS, PRECISION, MASKED, BOUNDED,
-                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, False,
+                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, SAFE,
             )  # fmt: skip
+
+
+class Results(NamedTuple):
+    """What a forward fills."""
+
+    out: torch.Tensor  # (b, sq, hq, dv)
+    lse: torch.Tensor  # (b, hq, sq) float32
+    bad: torch.Tensor  # int32, one mark a tile; lse where there are none
 
 
 class TritonForward:
@@ -213,47 +238,63 @@ class TritonForward:
 
     def launches(self, plan: Plan, x: Operands, out: torch.Tensor, lse: torch.Tensor) -> list[launch.Launch]:
         """The launches of one call; tensors may be meta tensors, for compiling without a GPU."""
-        p, tile = plan.problem, plan.tile
-        assert tile is not None
-        grid = -(-p.seqlen_q // tile.block_m) * p.heads_q * p.batch
-        masked = p.program.keep is not None
-        bad = self.marks(plan, x.q) if masked else lse
+        return self.steps(plan, x, self.results(plan, out, lse), self.pairs(x))
+
+    def steps(self, plan: Plan, x: Operands, results: Results, pairs: dict[str, Any]) -> list[launch.Launch]:
+        """`launches` into given results; `pairs` are for the kernels that split their operands."""
+        assert plan.tile is not None
+        step = self.step("forward", plan, plan.tile, x, results)
+        return [step, step.careful(plan.device)] if self.marked(plan.problem) else [step]
+
+    def step(self, name: str, plan: Plan, tile: Tile, x: Operands, results: Results) -> launch.Launch:
+        """One launch of the kernel over every tile."""
+        p, (out, lse, bad) = plan.problem, results
         per, out_per = launch.unit(x.q, x.k, x.v), launch.unit(out)
-        arguments = launch.common(plan, x) | {
+        uneven = p.seqlen_kv % tile.block_n != 0
+        arguments = launch.PLAIN | launch.common(plan, x) | {
             "q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "out_ptr": out, "lse_ptr": lse, "bad_ptr": bad,
             "sinks_ptr": lse if x.sinks is None else x.sinks,
             "q_strides": launch.strides(x.q, per), "k_strides": launch.strides(x.k, per),
             "v_strides": launch.strides(x.v, per), "out_strides": launch.strides(out, out_per),
             "ROWS": codegen.build(p.program).rows, "SINKS": x.sinks is not None,
-            "MASKED": masked or p.seqlen_kv % tile.block_n != 0, "BOUNDED": p.seqlen_kv % tile.block_n != 0,
+            "MASKED": uneven or p.program.keep is not None, "BOUNDED": uneven,
             "DIM": p.dim, "DIM_V": p.dim_v, "CHUNKS": tiles.chunks(p.dim), "CHUNKS_V": tiles.wide_chunks(p.dim_v),
-            "UNIT": per, "OUT_UNIT": out_per, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SAFE": False,
+            "UNIT": per, "OUT_UNIT": out_per, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         }  # fmt: skip
-        step = launch.Launch("forward", forward_kernel, grid, launch.in_order(forward_kernel, arguments), tile)
-        return [step, step.careful(plan.device)] if masked else [step]
+        grid = -(-p.seqlen_q // tile.block_m) * p.heads_q * p.batch
+        return launch.Launch(name, forward_kernel, grid, launch.in_order(forward_kernel, arguments), tile)
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """out (b, sq, hq, dv) and lse (b, hq, sq)."""
-        p = plan.problem
-        out = allocate_out(p, x.q)
+        p, pairs = plan.problem, self.pairs(x)
         lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32, device=x.q.device)
-        changed = {"q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "out_ptr": out, "lse_ptr": lse}
-        if p.program.keep is not None:
-            changed["bad_ptr"] = self.marks(plan, x.q)
+        results = self.results(plan, allocate_out(p, x.q), lse)
+        changed = {"q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v}
+        changed |= {"out_ptr": results.out, "lse_ptr": lse, "bad_ptr": results.bad}
         if x.sinks is not None:
             changed["sinks_ptr"] = x.sinks
         if x.aux:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
-        if not launch.again(changed, plan.cache):
-            launch.run(self.launches(plan, x, out, lse), plan.cache)
-        return out, lse
+        if not launch.again(changed, plan.cache, own=launch.own({"q": x.q, "k": x.k, "v": x.v}, pairs, "forward")):
+            launch.run(self.steps(plan, x, results, pairs), plan.cache)
+        return results.out, lse
 
-    def marks(self, plan: Plan, like: torch.Tensor) -> torch.Tensor:
-        """Room for one mark a tile: whether it came out non-finite."""
+    def results(self, plan: Plan, out: torch.Tensor, lse: torch.Tensor) -> Results:
+        """With room for one mark a tile, where tiles are marked to be computed again."""
         p, tile = plan.problem, plan.tile
         assert tile is not None
+        if not self.marked(p):
+            return Results(out, lse, lse)
         n = -(-p.seqlen_q // tile.block_m) * p.heads_q * p.batch
-        return torch.empty(n, dtype=torch.int32, device=like.device)
+        return Results(out, lse, torch.empty(n, dtype=torch.int32, device=out.device))
+
+    def marked(self, p: Problem) -> bool:
+        """Whether tiles are marked to be computed again."""
+        return p.program.keep is not None
+
+    def pairs(self, x: Operands) -> dict[str, Any]:
+        """Room for split operands, by name; none here."""
+        return {}
 
 
 SPEC = TritonForward()

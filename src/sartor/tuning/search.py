@@ -96,6 +96,7 @@ def runner(job: Job, tile: Tile, call: Call) -> tuple[dict[object, Any], Callabl
         work["delta"].zero_()
         work["lse_log2"].fill_(8.0)
         steps = spec.launches(plan, x, saved, work)
+    launching.run([step for step in steps if step.name.startswith("split ")], {})  # what the launch reads
     steps = [step for step in steps if step.name == job.launch]
     launching.run(steps, plan.cache)
     return plan.cache, lambda: launching.again({}, plan.cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ from sartor.problem import Problem
 
 LOG2_E = 1.4426950408889634
 RUNTIME = ("batch", "heads_q", "seqlen_q", "seqlen_kv")  # what a kernel is not compiled anew for
+EMPTY: Mapping[str, dict[str, Any]] = {}
+PLAIN = {"units": (), "AGAIN": False, "SAFE": False}  # a first launch on tensors as they are, not on pairs
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -109,15 +111,24 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     tile: Tile
 
+    def changed(self, **arguments: Any) -> Launch:
+        """The same launch with some arguments changed."""
+        return self._replace(arguments=self.arguments | arguments)
+
+    def again(self, dev: Device, name: str, **arguments: Any) -> Launch:
+        """The same kernel over the tiles that were marked: few programs, which mostly find nothing to do."""
+        step = self.changed(AGAIN=True, **arguments)
+        return step._replace(name=f"{self.name} {name}", grid=min(self.grid, 2 * (dev.sm_count or 1)))
+
     def careful(self, dev: Device) -> Launch:
-        """The same kernel over the tiles that came out non-finite: few programs, which mostly find nothing to do."""
-        again = self.arguments | {"SAFE": True}
-        return Launch(f"{self.name} repair", self.kernel, min(self.grid, 2 * (dev.sm_count or 1)), again, self.tile)
+        """The tiles that came out non-finite, with care for NaN."""
+        return self.again(dev, "repair", SAFE=True)
 
 
 class Ready(NamedTuple):
     """A compiled kernel, a closure that launches it, its arguments, and the places of those that change by call."""
 
+    name: str
     compiled: Any
     start: Any
     values: list[Any]
@@ -137,23 +148,41 @@ def run(steps: Iterable[Launch], cache: dict[object, Any], key: object = None) -
             compiled = step.kernel[(step.grid,)](**step.arguments, **options)
             if hasattr(compiled, "function"):  # not so in the interpreter
                 slots = {name: i for i, name in enumerate(step.arguments)}
-                ready.append(Ready(compiled, compiled[(step.grid, 1, 1)], list(step.arguments.values()), slots))
+                start = compiled[(step.grid, 1, 1)]
+                ready.append(Ready(step.name, compiled, start, list(step.arguments.values()), slots))
     if not interpreted():
         cache["ready", key] = tuple(ready)
 
 
-def again(changed: dict[str, Any], cache: dict[object, Any], key: object = None) -> bool:
-    """Launch as `run` did for this key, with the arguments in `changed` put in place; False when it did not yet."""
+def again(
+    changed: dict[str, Any], cache: dict[object, Any], key: object = None, own: Mapping[str, dict[str, Any]] = EMPTY
+) -> bool:
+    """Launch as `run` did for this key, with the arguments in `changed` put in place; False when it did not yet.
+
+    `own` holds arguments of single launches, by the launch's name; they come before those that all share.
+    """
     ready = cache.get(("ready", key))
     if ready is None:
         return False
-    for _, start, values, slots in ready:
+    for step, _, start, values, slots in ready:
         values = values.copy()
-        for name, value in changed.items():
+        for name, value in (changed | own[step] if step in own else changed).items():
             if name in slots:
                 values[slots[name]] = value
         start(*values)
     return True
+
+
+def own(tensors: dict[str, torch.Tensor], pairs: dict[str, Any], *steps: str) -> dict[str, dict[str, Any]]:
+    """For `again`: what the splits of `tensors` take, and the launches on pairs, named `steps`; see split.py."""
+    if not pairs:
+        return {}
+    found = {
+        f"split {name}": {"x_ptr": tensors[name], "pairs_ptr": pair.data, "units_ptr": pair.units}
+        for name, pair in pairs.items()
+    }
+    halves = {f"{name}_ptr": pair.data for name, pair in pairs.items()}
+    return found | dict.fromkeys(steps, halves | {"units": tuple(pair.units for pair in pairs.values())})
 
 
 def compile_options(tile: Tile) -> dict[str, Any]:

@@ -26,3 +26,14 @@ def tanh(x):
 def finite(x):
     """Whether each element is neither NaN nor infinite. (x - x == 0 would not do: a fused a*b - x is not 0.)"""
     return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def power_of_two(top):
+    """(up, down): the power of two that brings a float32 `top` >= 0 into [2^14, 2^15), and its inverse, as exact.
+
+    Below 2^-112 it is 2^126, the largest whose inverse is a normal number.
+    """
+    exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 15)
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return up, ((exponent - 14) << 23).to(tl.float32, bitcast=True)

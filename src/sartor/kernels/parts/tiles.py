@@ -12,11 +12,11 @@ import triton.language as tl
 from sartor.kernels.parts.maths import finite
 
 
-def chunks(dim: int) -> tuple[tuple[int, int], ...]:
-    """(first column, width) of each chunk: greedy powers of two from 256 down to 16."""
+def chunks(dim: int, widest: int = 256) -> tuple[tuple[int, int], ...]:
+    """(first column, width) of each chunk: greedy powers of two from `widest` down to 16."""
     found, start, left = [], 0, -(-dim // 16) * 16
     for width in (256, 128, 64, 32, 16):
-        while left >= width:
+        while left >= width and width <= widest:
             found.append((start, width))
             start, left = start + width, left - width
     return tuple(found)
@@ -106,35 +106,6 @@ def scale_tile(tile, factor, CHUNKS: tl.constexpr):
     result = ()
     for i in tl.static_range(count(CHUNKS)):
         result = result + (tile[i] * factor,)
-    return result
-
-
-@triton.jit
-def rounded(x, PRECISION: tl.constexpr):
-    """x to the nearest tf32 where the product is in tf32: the tensor cores would cut off the bits instead."""
-    if PRECISION == "tf32" and x.dtype == tl.float32:
-        bits = x.to(tl.uint32, bitcast=True) + 0x1000
-        x = tl.where(tl.abs(x) < float("inf"), (bits & 0xFFFFE000).to(tl.float32, bitcast=True), x)
-    return x
-
-
-@triton.jit
-def dot_nt(x, y, CHUNKS: tl.constexpr, PRECISION: tl.constexpr):
-    """x @ y^T over the chunks of the head dim: [M, D] @ [N, D]^T -> [M, N] float32."""
-    s = tl.dot(rounded(x[0], PRECISION), tl.trans(rounded(y[0], PRECISION)), input_precision=PRECISION)
-    for i in tl.static_range(1, count(CHUNKS)):
-        s = tl.dot(rounded(x[i], PRECISION), tl.trans(rounded(y[i], PRECISION)), s, input_precision=PRECISION)
-    return s
-
-
-@triton.jit
-def add_dot(acc, w, y, CHUNKS: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + w @ y, chunk by chunk: [M, N] @ [N, D] -> [M, D] float32."""
-    result = ()
-    for i in tl.static_range(count(CHUNKS)):
-        columns = rounded(y[i], PRECISION)
-        weights = rounded(w.to(y[i].dtype), PRECISION)
-        result = result + (tl.dot(weights, columns, acc[i], input_precision=PRECISION),)
     return result
 
 

@@ -1,0 +1,95 @@
+"""The backward of fp32_forward.py: triton_backward.py on pairs of float16.
+
+q, k, v and dout are split, then dk and dv, then dq computed from the pairs; the score gradients are split in registers,
+row by row. Tiles that the pairs do not do come out NaN, are marked, and computed again in float32. dbias, the size of a
+score matrix in any case, is computed in float32 at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sartor.device import Device
+from sartor.kernels.fp32_forward import MOST_ROWS, WIDEST, reasons
+from sartor.kernels.parts import launch
+from sartor.kernels.spec import Operands, Plan, Saved, Tile
+from sartor.kernels.triton_backward import TritonBackward
+from sartor.problem import Problem
+
+if launch.available():
+    from sartor.kernels.parts import split, tiles
+
+
+class Fp32Backward(TritonBackward):
+    """See the module."""
+
+    name = "fp32_backward"
+    family = "fp32"
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """As for the forward."""
+        return reasons(p, dev) or launch.no_tile(self, p, dev)
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """Tiles that fit shared memory and registers, best guess first; the same measure for dk, dv and for dq."""
+        d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
+        for stepped, held, warps in itertools.product((64, 32, 16, 128), (128, 64, 32, 16), (8, 4)):
+            registers = held * (d + dv + min(max(d, dv), 128) + 2 * stepped) // (32 * warps)  # a thread
+            if registers > 250 or held < 4 * warps or max(held, stepped) > MOST_ROWS:
+                continue
+            if dev.arch >= 90 and held < 64 and max(d, dv) <= 128:
+                continue  # wgmma multiplies 64 rows at a time
+            for stages in (2, 1, 3):
+                if self.smem_bytes(p, stepped, held, stages) <= launch.room(dev):
+                    yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
+
+    def steps(
+        self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
+    ) -> list[launch.Launch]:
+        """Splits, the launches on pairs, the launches over what each of them marked."""
+        p, tile, dev = plan.problem, plan.tile, plan.device
+        assert tile is not None
+        assert tile.then is not None
+        sources = {"q": x.q, "k": x.k, "v": x.v, "dout": work["dout"]}
+        steps = [split.step(name, sources[name], pair, wide=True) for name, pair in pairs.items()]
+        steps.append(self._prepare(p, saved, work))
+        halves = replace(x, q=pairs["q"].data, k=pairs["k"].data, v=pairs["v"].data)
+        plain = self._shared(plan, x, work["dout"], work)
+        paired = self._shared(plan, halves, pairs["dout"].data, work) | {
+            "units": split.units(pairs), "PRECISION": "pairs",
+            "CHUNKS": tiles.chunks(p.dim, WIDEST), "CHUNKS_V": tiles.chunks(p.dim_v, WIDEST),
+        }  # fmt: skip
+        for make, fast, slow in (
+            (self._dkdv, tile, _exact_dkdv(tile)), (self._dq, tile.then, _exact_dq(tile.then))
+        ):  # fmt: skip
+            again = make(p, slow, plain, work).again(dev, "exact")
+            steps += [make(p, fast, paired, work), again]
+            steps += [again.careful(dev)] if p.program.keep is not None else []
+        if p.bias_shape is not None:
+            steps.append(self._dbias(p, _exact_dkdv(tile), plain, work))
+        return steps
+
+    def marked(self, p: Problem) -> bool:
+        """Always: what pairs do not do is computed again."""
+        return True
+
+    def pairs(self, x: Operands, dout: torch.Tensor) -> dict[str, Any]:
+        """Room for the pairs of q, k, v and dout."""
+        return {name: split.allocate(t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("dout", dout))}
+
+
+def _exact_dkdv(tile: Tile) -> Tile:
+    """The measure of the second computation: the same rows, for their marks, and as many queries as registers allow."""
+    return Tile(max(16, 2048 // tile.block_n), tile.block_n, max(4, tile.block_n // 16), 1)
+
+
+def _exact_dq(tile: Tile) -> Tile:
+    return Tile(tile.block_m, max(16, 2048 // tile.block_m), max(4, tile.block_m // 16), 1)
+
+
+SPEC = Fp32Backward()

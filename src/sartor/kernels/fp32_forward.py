@@ -1,0 +1,98 @@
+"""The portable forward of float32 inputs at float32 accuracy on tensor cores: triton_forward.py on pairs of float16.
+
+Three kinds of launch, and no word from the device to the host in between. q, k and v are split (parts/split.py). Every
+tile is computed from the pairs (parts/products.py) and marked where they do not do: not finite, or scores that are not
+resolved. Marked tiles are computed again from the tensors themselves in float32, mostly none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sartor.device import Device
+from sartor.kernels.parts import launch
+from sartor.kernels.spec import Operands, Plan, Tile
+from sartor.kernels.triton_forward import Results, TritonForward
+from sartor.problem import Problem
+
+if launch.available():
+    from sartor.kernels.parts import split, tiles
+
+MOST_DIM = 256
+MOST_ROWS = 128  # of a tile: no more than a segment of split.py
+WIDEST = int(__import__("os").environ.get("CAP", 128))
+
+
+def reasons(p: Problem, dev: Device) -> list[str]:
+    """Why pairs cannot serve a problem, forward or backward."""
+    why = launch.reasons(p, dev)
+    if p.dtype != torch.float32:
+        why.append(f"needs float32, got {p.dtype}")
+    if p.precision != "ieee":
+        why.append(f'needs precision "ieee", got {p.precision!r}')
+    if max(p.dim, p.dim_v) > MOST_DIM:
+        why.append(f"needs head dims <= {MOST_DIM}, got {p.dim} and {p.dim_v}")
+    return why
+
+
+class Fp32Forward(TritonForward):
+    """See the module."""
+
+    name = "fp32_forward"
+    family = "fp32"
+    backwards = ("fp32_backward",)
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """float32 inputs whose products are to be as accurate, on any GPU that Triton serves."""
+        return reasons(p, dev) or launch.no_tile(self, p, dev)
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """Tiles that fit shared memory and registers, best guess first."""
+        wide = 16 * -(-max(p.dim, p.dim_v) // 16)
+        for block_m, block_n, warps in itertools.product((128, 64, 32, 16), (64, 32, 128, 16), (8, 4)):
+            accumulators = block_m * (wide + min(wide, 128) + 2 * block_n) // (32 * warps)  # registers a thread
+            if accumulators > 230 or block_m < 8 * warps:
+                continue
+            if dev.arch >= 90 and block_m < 64:
+                continue  # wgmma multiplies 64 rows at a time
+            for stages in (2, 3, 1):
+                if self.smem_bytes(p, block_m, block_n, stages) <= launch.room(dev):
+                    yield Tile(block_m, block_n, warps, stages)
+
+    def smem_bytes(self, p: Problem, block_m: int, block_n: int, stages: int) -> int:
+        """Upper estimate of shared memory: a pair is as large as a float32."""
+        return super().smem_bytes(p, block_m, block_n, stages)
+
+    def steps(self, plan: Plan, x: Operands, results: Results, pairs: dict[str, Any]) -> list[launch.Launch]:
+        """Splits, the launch on pairs, the launches over what it marked."""
+        p, tile, dev = plan.problem, plan.tile, plan.device
+        assert tile is not None
+        halves = replace(x, q=pairs["q"].data, k=pairs["k"].data, v=pairs["v"].data)
+        first = self.step("forward", plan, tile, halves, results)
+        first = first.changed(units=split.units(pairs), PRECISION="pairs", CHUNKS_V=tiles.chunks(p.dim_v, WIDEST))
+        second = self.step("forward", plan, exact_tile(p, tile), x, results).again(dev, "exact")
+        steps = [split.step(name, getattr(x, name), pair, name == "v") for name, pair in pairs.items()]
+        steps += [first, second]
+        return [*steps, second.careful(dev)] if p.program.keep is not None else steps
+
+    def marked(self, p: Problem) -> bool:
+        """Always: what pairs do not do is computed again."""
+        return True
+
+    def pairs(self, x: Operands) -> dict[str, Any]:
+        """Room for the pairs of q, k and v."""
+        return {"q": split.allocate(x.q), "k": split.allocate(x.k), "v": split.allocate(x.v)}
+
+
+def exact_tile(p: Problem, tile: Tile) -> Tile:
+    """The measure of the second computation: the same rows, for their marks, and as many keys as registers allow."""
+    block_n = max(16, min(64, 4096 // tile.block_m))
+    return Tile(tile.block_m, 16 if p.dim > 128 else block_n, max(tile.warps, tile.block_m // 16), 1)
+
+
+SPEC = Fp32Forward()
