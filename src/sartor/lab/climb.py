@@ -53,7 +53,7 @@ def sweep(name: str, records: list[Record]) -> Table:
     pivot = Pivot.of([r for r in _measured(records) if SWEEPS[name](r)])
     baseline = BASELINES[next(iter(pivot.rows[0].values())).dtype] if pivot.rows else ""
     headers = ["N", *pivot.providers]
-    made = Table(f"ms / TFLOP/s (as fast as {baseline} by so much; {pivot.constant})", headers, [])
+    made = Table(f"ms / TFLOP/s (speed, of {baseline}); {pivot.constant}", headers, [])
     reasons = dict[str, None]()
     for cells in sorted(pivot.rows, key=lambda cells: next(iter(cells.values())).seqlen_q):
         base, row = cells.get(baseline), [str(next(iter(cells.values())).seqlen_q)]
@@ -167,12 +167,17 @@ def plot(records: list[Record], folder: Path) -> list[Path]:
 
 
 def _panel(axis: Any, group: list[Record], records: list[Record]) -> None:
+    from matplotlib.ticker import LogLocator
+
     from sartor.lab import plots
 
     steps = [r for r in group if _number(r)]
     x, y = range(len(steps)), [r.tflops or 0 for r in steps]
-    axis.plot(x, y, color=plots.COLOURS["sartor"], marker="o", markersize=6, linewidth=2)
+    red = plots.COLOURS["sartor"]
+    axis.scatter(x, y, color=red, s=36)
     for i, value in zip(x, y, strict=True):
+        if i and ladder.find(_number(steps[i])).before == _number(steps[i - 1]):
+            axis.plot([i - 1, i], [y[i - 1], value], color=red, linewidth=2)
         axis.annotate(number(value), (i, value), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=8)
     lines: dict[str, tuple[float | None, str]] = {
         r.provider: (r.tflops, plots.COLOURS.get(r.provider, "#333333")) for r in group if not _number(r)
@@ -188,4 +193,6 @@ def _panel(axis: Any, group: list[Record], records: list[Record]) -> None:
     axis.set_xticks(x, [_number(r) for r in steps])
     axis.set_xlabel("rung")
     axis.set_title(_problem(group[0]).replace(", ", "\n"))
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.minorticks_off()

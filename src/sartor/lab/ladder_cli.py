@@ -55,7 +55,9 @@ def _compile_all(console: Any) -> None:
     from sartor.lab import ladder as rungs
 
     console.print("No NVIDIA GPU here: rungs are compiled, not run; no time, no error, no profile can be had.")
-    console.print(rungs.resources(rungs.load()).rich())
+    with console.status("compiling"):
+        table = rungs.resources(rungs.load())
+    console.print(table.rich())
 
 
 @ladder.command("list")

@@ -24,7 +24,7 @@ from sartor.lab import header
 from sartor.lab.workloads import Workload
 
 FOLDER = Path(__file__).parent / "rungs"
-ENTRY, SIGNATURE = "rung", "PPPPPiif"  # q, k, v, out, workspace, heads, n, softmax_scale
+ENTRY, SIGNATURE = "rung", "PPPPPiif"  # q, k, v, out, workspace, batch * heads, n, softmax_scale
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Rung:
             out = torch.empty_like(q)
             space = torch.empty(size["workspace"][0], dtype=torch.float32, device=q.device)
             pointers = (t.data_ptr() for t in (q, k, v, out, space))
-            start.launch((x, y, z), (*pointers, w.heads_q, w.seqlen_q, scale))
+            start.launch((x, y, z), (*pointers, w.batch * w.heads_q, w.seqlen_q, scale))
             return out
 
         return attend
