@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections import Counter
 from functools import cache
 
 import torch
 
 from sartor import nvrtc
 from sartor.device import Device
+from sartor.errors import Unsupported
 from sartor.lab import rung as rungs
-from sartor.lab.rung import Build, Rung
+from sartor.lab.compiled import Build, build, mix
+from sartor.lab.rung import Rung
 from sartor.lab.tables import NONE, Table, number
 from sartor.lab.workloads import Workload
 
@@ -72,36 +72,26 @@ def resources(shown: tuple[Rung, ...], arch: int = 90) -> Table:
         ["rung", "D", "registers", "spilled bytes", "shared, KiB", "instructions", "most frequent"], [],
         words=("most frequent",),
     )  # fmt: skip
-    if any(rung.kernel for rung in shown):
-        made.notes.append("A product kernel is cut to its problem: `sartor explain` shows how.")
     for rung in shown:
         if rung.arch > arch:
             made.rows.append([rung.number, NONE, f"needs sm_{rung.arch}", *[NONE] * 4])
             continue
         for dim in rung.dims:
             try:
-                build = rung.build(workload(rung, (8, 8, 4096), dim), arch)
-            except (nvrtc.CompileError, ImportError) as error:
-                made.rows.append([rung.number, str(dim), str(error).splitlines()[0], *[NONE] * 4])
-                continue
-            made.rows.append(
-                [rung.number, str(dim), *(_figures(build) if build else ["a product kernel", *[NONE] * 4])]
-            )
+                figures = _figures(build(rung, workload(rung, (8, 8, 4096), dim), arch))
+            except (nvrtc.CompileError, ImportError, Unsupported, ValueError) as error:
+                figures = [str(error).splitlines()[-1].strip(), *[NONE] * 4]
+            made.rows.append([rung.number, str(dim), *figures])
     return made
 
 
-def _figures(build: Build) -> list[str]:
+def _figures(made: Build) -> list[str]:
     try:
-        found = mix(build.sass())
+        found = mix(made.sass())
         counts = [str(found.total()), ", ".join(f"{name} {n}" for name, n in found.most_common(5))]
     except FileNotFoundError:  # no disassembler
         counts = [NONE, NONE]
-    return [str(build.registers), str(build.spill_bytes), f"{build.shared_bytes / 1024:.1f}", *counts]
-
-
-def mix(sass: str) -> Counter[str]:
-    """How many instructions of each kind machine code has."""
-    return Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w+)", sass, re.MULTILINE))
+    return [str(made.registers), str(made.spill_bytes), f"{made.shared_bytes / 1024:.1f}", *counts]
 
 
 def run(rung: Rung, w: Workload, device: torch.device) -> tuple[bool, Table]:

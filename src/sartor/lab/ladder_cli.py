@@ -107,6 +107,7 @@ def show(
 
     from sartor.lab import ladder as rungs
     from sartor.lab import views
+    from sartor.lab.compiled import build
 
     console = views.console()
     with friendly():
@@ -114,8 +115,7 @@ def show(
         if resources:
             console.print(rungs.resources((rung,), arch).rich())
         elif sass:
-            build = rung.build(rungs.workload(rung, (1, 8, 4096), dim, "", causal), arch)
-            typer.echo(build.sass() if build else f"rung {rung.number} is a product kernel: `sartor explain` shows it")
+            typer.echo(build(rung, rungs.workload(rung, (1, 8, 4096), dim, "", causal), arch).sass())
         else:
             console.print(rungs.words(rung), highlight=False)
             console.print(Syntax(rung.code, "cuda" if rung.is_cuda else "python", background_color="default"))

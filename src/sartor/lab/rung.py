@@ -27,17 +27,6 @@ FOLDER = Path(__file__).parent / "rungs"
 ENTRY, SIGNATURE = "rung", "PPPPPiif"  # q, k, v, out, workspace, batch * heads, n, softmax_scale
 
 
-@dataclass(frozen=True)
-class Build:
-    """What a rung takes once compiled: registers a thread, bytes spilled, bytes of shared memory a block; its SASS."""
-
-    arch: str
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    sass: Callable[[], str]
-
-
 @dataclass(frozen=True, eq=False)
 class Rung:
     """A rung's registration and its text. `arch` is the least compute capability, `before` whom it is compared with."""
@@ -102,7 +91,12 @@ class Rung:
              w.mask not in (("full", "causal") if self.causal else ("full",))),
             (nvrtc.missing(), self.is_cuda),
         )  # fmt: skip
-        return next((text for text, holds in reasons if holds and text), "") or self._product_why_not(w, device)
+        found = next((text for text, holds in reasons if holds and text), "")
+        return found or self._no_room(w, device) or self._product_why_not(w, device)
+
+    def _no_room(self, w: Workload, device: Device) -> str:
+        need, have = self.geometry(w)["shared"][0] if self.is_cuda else 0, device.smem_bytes or 48 << 10
+        return f"needs {need} bytes of shared memory a block, {device.name} has {have}" if need > have else ""
 
     def _product_why_not(self, w: Workload, device: Device) -> str:
         if not self.kernel:
@@ -131,21 +125,6 @@ class Rung:
         if w.dtype != "float32":
             defines["BF16"] = int(w.dtype == "bfloat16")
         return nvrtc.compile(self.code, arch=arch, defines=defines, include=FOLDER, name=self.path.name)
-
-    def build(self, w: Workload, arch: int) -> Build | None:
-        """Compile for an architecture, which need not be here; None for a product kernel, which has its own tests."""
-        if self.is_cuda:
-            binary = self.binary(w, f"sm_{arch}")
-            found, dynamic = binary.resources[ENTRY], self.geometry(w)["shared"][0]
-            return Build(f"sm_{arch}", found.registers, found.spill_bytes, found.shared_bytes + dynamic, binary.sass)
-        if self.kernel:
-            return None
-        from sartor.kernels.parts.lower import compile_for
-        from sartor.kernels.spec import Tile
-
-        kernel, arguments, *shape = module(self.path).build(*meta(w), bool(w.pattern.causal), w.dim**-0.5)
-        made = compile_for(kernel, arguments, Tile(0, 0, *shape), arch)
-        return Build(f"sm_{arch}", made.registers, made.spill_bytes, made.shared_bytes, lambda: made.sass)
 
     def attend(self, w: Workload, softmax_scale: float | None = None) -> Callable[..., torch.Tensor]:
         """The function of contiguous (batch, heads, n, dim) tensors that computes a workload on the current GPU."""
