@@ -144,10 +144,14 @@ class Problem:
 
 
 def mask_class(p: Problem) -> str:
-    """`full` without a mask or score, `band` for a lone causal or window mask, else `mods`."""
-    if p.program.keep is None and p.program.score is None:
-        return "full"
-    return "band" if p.mask_name in ("causal", "window") and p.program.score is None else "mods"
+    """`full` without a mask or score, `band` for a lone causal or window mask, `tensor` where a bias or mask is read
+    for every pair of query and key, `score` for other scores without a mask, else `mods`."""
+    keep, score = p.program.keep, p.program.score
+    if any({"q", "k"} <= set(a.pattern.lower()) for a in p.program.aux):
+        return "tensor"
+    if keep is None:
+        return "full" if score is None else "score"
+    return "band" if p.mask_name in ("causal", "window") and score is None else "mods"
 
 
 def default_scale(dim: int) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from sartor import kernels
+from sartor import kernels, mods
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Tile
-from sartor.problem import Call, Problem
+from sartor.problem import Call, Problem, mask_class
 from sartor.tuning import search, table
 
 DEVICE = ARCHITECTURES[90]
@@ -29,6 +30,26 @@ def test_few_keys_have_rows_of_their_own(monkeypatch):
     for keys, tile, source in ((1, SHORT, "b"), (512, SHORT, "b"), (513, MIDDLE, "c"), (2049, LONG, "d")):
         assert table.lookup(spec, problem(keys), DEVICE) == (tile, source)
     assert table.lookup(spec, problem(512, 64), DEVICE)[1] == "first legal tile"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "full"), ({"causal": True}, "band"), ({"window": (5, 0)}, "band"),
+        ({"bias": (2, 64, 64)}, "tensor"), ({"bias": (64, 64), "causal": True}, "tensor"),
+        ({"mask": (64, 64)}, "tensor"),
+        ({"bias": (2, 1, 64)}, "score"), ({"softcap": 3.0}, "score"),
+        ({"causal": True, "softcap": 3.0}, "mods"), ({"mask": mods.prefix(3)}, "mods"),
+    ],
+)  # fmt: skip
+def test_mask_classes(options, kind):
+    """A row is looked up by what the mods cost: nothing, a compare, a load for every pair, arithmetic."""
+    for name in {"bias", "mask"} & set(options):
+        if isinstance(options[name], tuple):
+            dtype = torch.bfloat16 if name == "bias" else torch.bool
+            options = options | {name: torch.empty(options[name], dtype=dtype, device="meta")}
+    q = torch.empty((1, 64, 2, 64), dtype=torch.bfloat16, device="meta")
+    assert mask_class(Problem.of(Call(q, q, q, **options))) == kind
 
 
 def test_rows_come_with_fewest_keys_first():

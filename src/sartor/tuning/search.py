@@ -36,7 +36,7 @@ class Job:
     kernel: str
     launch: str  # forward, dkdv or dq
     dim: int
-    mask: str  # full or band
+    mask: str  # full, band, tensor or score
     dtype: str = "bfloat16"
     batch: int = 4
     heads: int = 16
@@ -48,7 +48,8 @@ class Job:
         dtype = getattr(torch, self.dtype)
         shape = (self.batch, self.seqlen, self.heads, self.dim)
         q, k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
-        return Call(q, k, v, causal=self.mask == "band")
+        bias = torch.randn(self.seqlen, self.seqlen, device="cuda", dtype=dtype) if self.mask == "tensor" else None
+        return Call(q, k, v, bias, causal=self.mask == "band", softcap=30.0 if self.mask == "score" else 0.0)
 
     @property
     def tflop(self) -> float:
@@ -76,8 +77,10 @@ def jobs(dims: Iterable[int] = DIMS, dtypes: Iterable[str] = ("bfloat16", "float
             for mask in ("full", "band"):
                 for kernel, launch in parts:
                     yield Job(kernel, launch, dim, mask, dtype, *size)
-                for length in SHORT if dtype == "bfloat16" else ():
-                    yield Job("triton_forward", "forward", dim, mask, dtype, 16384 // length, 16, length, length)
+            for mask in ("full", "band", "tensor", "score") if dtype == "bfloat16" else ():
+                for length in SHORT if mask in ("full", "band") else (None,):
+                    n = length or 4096
+                    yield Job("triton_forward", "forward", dim, mask, dtype, 16384 // n, 16, n, length)
 
 
 def runner(job: Job, tile: Tile, call: Call) -> tuple[dict[object, Any], Callable[[], Any]]:

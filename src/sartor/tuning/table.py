@@ -1,6 +1,6 @@
 """Tuning rows: data/sm<arch>.jsonl, one JSON object per line, each with where it was measured.
 
-A row holds `kernel`, `bits` (of the dtype), `dim` and `dim_v` (rounded up to 16), `mask` (`full`, `band` or `mods`),
+A row holds `kernel`, `bits` (of the dtype), `dim` and `dim_v` (rounded up to 16), `mask` (see `problem.mask_class`),
 `tile` ([block_m, block_n, warps, stages], and again for a pass with two kernels) and `record` (the run it comes from).
 A row with `keys` is for problems of at most so many keys, where filling the pipeline costs more than a small tile does;
 of several the one with the fewest keys is taken. Legality is the kernel's business:
@@ -50,7 +50,7 @@ def lookup(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile | None, str]
     if not legal:
         return None, ""
     key = (spec.name, p.dtype.itemsize * 8, bucket(p.dim), bucket(p.dim_v))
-    for kind in dict.fromkeys((mask_class(p), "band" if mask_class(p) == "mods" else "full")):
+    for kind in dict.fromkeys((mask_class(p), "full" if mask_class(p) in ("full", "band") else "band")):
         for most, tile, source in rows(dev.arch).get((*key, kind), []):
             if p.seqlen_kv <= most and (tile in legal or getattr(spec, "fits", _never)(p, dev, tile)):
                 return tile, source
