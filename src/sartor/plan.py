@@ -94,5 +94,6 @@ def explain(p: Problem, dev: Device) -> Explanation:
         backward = choose_backward(p, dev)
     except Unsupported as error:
         refused |= error.reasons
-    notes = tuple(f"{name} is copied once: its last dim is not dense" for name in p.copies)
-    return Explanation(p, dev, refused, plan, backward, notes)
+    notes = [f"{name} is copied once: its last dim is not dense" for name in p.copies]
+    notes += [note for chosen in (plan, backward) if chosen is not None for note in chosen.notes]
+    return Explanation(p, dev, refused, plan, backward, tuple(notes))

@@ -9,7 +9,7 @@ mean square may be at most 1.2 times PyTorch's, FlexAttention's rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,6 +47,29 @@ def make_like(t: Tensor, seed: int = 1) -> Tensor:
     """A standard normal tensor of the same shape, dtype and device: a gradient to send back."""
     generator = torch.Generator(t.device).manual_seed(seed)
     return torch.randn(t.shape, generator=generator, device=t.device, dtype=torch.float32).to(t.dtype)
+
+
+def spread(t: Tensor) -> Tensor:
+    """A factor for each column of t, from 1e-6 to 1e6."""
+    return torch.logspace(-6, 6, t.shape[-1], device=t.device, dtype=t.dtype)
+
+
+def _outlier(t: Tensor) -> Tensor:
+    t = t.clone()
+    t[..., t.shape[-2] // 3, t.shape[-1] // 5] = 1e4
+    return t
+
+
+DATA: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "normal": lambda q, k, v: (q, k, v),
+    "times8": lambda q, k, v: (8 * q, 8 * k, v),  # peaked softmax
+    "constant": lambda q, k, v: (torch.full_like(q, 0.7), torch.full_like(k, 0.3), torch.full_like(v, 1.1)),
+    "outlier_q": lambda q, k, v: (_outlier(q), k, v),  # one element of 1e4 in each head
+    "outlier_k": lambda q, k, v: (q, _outlier(k), v),
+    "outlier_v": lambda q, k, v: (q, k, _outlier(v)),
+    "channels_v": lambda q, k, v: (q, k, v * spread(v)),
+    "channels": lambda q, k, v: (q * spread(q), k / spread(k), v * spread(v)),  # scores of ordinary size
+}
 
 
 def layouts(t: Tensor) -> dict[str, Tensor]:

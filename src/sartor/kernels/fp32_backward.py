@@ -30,6 +30,7 @@ class Fp32Backward(TritonBackward):
 
     name = "fp32_backward"
     family = "fp32"
+    gains = True
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """As for the forward."""
@@ -64,8 +65,8 @@ class Fp32Backward(TritonBackward):
             "units": split.units(pairs), "PRECISION": "pairs",
             "CHUNKS": tiles.chunks(p.dim, WIDEST), "CHUNKS_V": tiles.chunks(p.dim_v, WIDEST),
         }  # fmt: skip
-        for make, fast, slow in (
-            (self._dkdv, tile, _exact_dkdv(tile)), (self._dq, tile.then, _exact_dq(tile.then))
+        for make, fast, slow in (  # dq first: it sums the weights that dk and dv are made of
+            (self._dq, tile.then, _exact_dq(tile.then)), (self._dkdv, tile, _exact_dkdv(tile))
         ):  # fmt: skip
             again = make(p, slow, plain, work).again(dev, "exact")
             steps += [make(p, fast, paired, work), again]
@@ -73,6 +74,17 @@ class Fp32Backward(TritonBackward):
         if p.bias_shape is not None:
             steps.append(self._dbias(p, _exact_dkdv(tile), plain, work))
         return steps
+
+    def notes(self, p: Problem) -> Iterable[str]:
+        """Memory that a call takes besides its results."""
+        size = sum(split.nbytes(p.batch, p.seqlen_q, p.heads_q, d) for d in (p.dim, p.dim_v))
+        size += sum(split.nbytes(p.batch, p.seqlen_kv, p.heads_kv, d) for d in (p.dim, p.dim_v))
+        yield f"the backward splits q, k, v and dout into pairs of float16: {size / 2**20:.1f} MiB beside them"
+
+    def smem_bytes(self, p: Problem, stepped: int, held: int, stages: int) -> int:
+        """Upper estimate of shared memory: pairs held and stepped over; score tiles stay in registers."""
+        d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
+        return 4 * (d + dv) * (held + stages * stepped) + 4096
 
     def marked(self, p: Problem) -> bool:
         """Always: what pairs do not do is computed again."""

@@ -65,8 +65,8 @@ class Fp32Forward(TritonForward):
                     yield Tile(block_m, block_n, warps, stages)
 
     def smem_bytes(self, p: Problem, block_m: int, block_n: int, stages: int) -> int:
-        """Upper estimate of shared memory: a pair is as large as a float32."""
-        return super().smem_bytes(p, block_m, block_n, stages)
+        """Upper estimate of shared memory: a pair is as large as a float32; and what the marks are reduced in."""
+        return super().smem_bytes(p, block_m, block_n, stages) + 1024
 
     def steps(self, plan: Plan, x: Operands, results: Results, pairs: dict[str, Any]) -> list[launch.Launch]:
         """Splits, the launch on pairs, the launches over what it marked."""
@@ -79,6 +79,12 @@ class Fp32Forward(TritonForward):
         steps = [split.step(name, getattr(x, name), pair, name == "v") for name, pair in pairs.items()]
         steps += [first, second]
         return [*steps, second.careful(dev)] if p.program.keep is not None else steps
+
+    def notes(self, p: Problem) -> Iterable[str]:
+        """Memory that a call takes besides its results."""
+        size = split.nbytes(p.batch, p.seqlen_q, p.heads_q, p.dim)
+        size += sum(split.nbytes(p.batch, p.seqlen_kv, p.heads_kv, d) for d in (p.dim, p.dim_v))
+        yield f"the forward splits q, k and v into pairs of float16: {size / 2**20:.1f} MiB beside them"
 
     def marked(self, p: Problem) -> bool:
         """Always: what pairs do not do is computed again."""

@@ -116,6 +116,12 @@ class Plan:
         count = getattr(self.kernel, "shared_bytes", None)
         return None if count is None or self.tile is None else int(count(self))
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say of the plan besides: sentences of the kernel's, if it has any."""
+        say = getattr(self.kernel, "notes", None)
+        return () if say is None else tuple(say(self.problem))
+
     def padded(self) -> Plan:
         """The same kernel and tile, for head dims padded to the next powers of two."""
         p = self.problem

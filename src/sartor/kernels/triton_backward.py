@@ -69,11 +69,11 @@ if launch.available():
 
     @triton.jit
     def _gradient_tile(
-        s, dp, lse, delta, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
+        s, dp, lse, delta, gain, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, MASKED: tl.constexpr,
-        SAFE: tl.constexpr,
+        SAFE: tl.constexpr, GAINS: tl.constexpr,
     ):  # fmt: skip
-        """(weights, d score, d raw score, keep) of a tile; q, kv, lse and delta are broadcastable to it either way up.
+        """(weights, d score, d raw score, keep) of a tile, to which q, kv, lse, delta and gain are broadcastable.
 
         `keep` is looked at where `partial`; SAFE also takes NaN out of what the mask hides.
         """
@@ -93,8 +93,11 @@ if launch.available():
                 if KEEP is not None:
                     keep = keep & KEEP(b, h, q, kv, aux, seqlen_q, seqlen_kv)
                 x = tl.where(keep, x, float("-inf"))
-        # a weight is at most 1, however lse was rounded
-        w = tl.exp2(tl.minimum(x * factor - lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
+        # a weight is at most 1, however lse was rounded; where a gain corrects it, it may be a little more before
+        most = 1.0 if GAINS else 0.0
+        w = tl.exp2(tl.minimum(x * factor - lse, most, propagate_nan=tl.PropagateNan.ALL))
+        if GAINS == "given":
+            w = w * gain
         ds = w * (dp - delta)
         draw = ds
         if DSCORE is not None:
@@ -107,11 +110,11 @@ if launch.available():
     @triton.jit
     def _sweep_queries(
         state, lo, hi, full_lo, full_hi, k_base, v_base, k_stride, v_stride, q_base, dout_base, lse_base, delta_base,
-        q_stride, dout_stride, units, i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+        gains, q_stride, dout_stride, units, i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
         MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr, GAINS: tl.constexpr,
     ):  # fmt: skip
         """Add the query tiles in [lo, hi) of one head to state = (dk, dv). Scores stand transposed, [N, M].
 
@@ -137,10 +140,13 @@ if launch.available():
             dp = products.times(dp, v_unit, dout_unit, PRECISION)
             lse, delta = _load_rows(lse_base, delta_base, start + o_m, seqlen_q, BOUNDED)
             lse = products.resolved(lse, k_unit, q_unit, scale, DIM, PRECISION)
+            gain = gains
+            if GAINS:
+                gain = tl.load(gains + start + o_m, mask=start + o_m < seqlen_q, other=1.0)[None, :]
             partial = (start < full_lo) | (start + BLOCK_M > full_hi)
             w, ds, draw, keep = _gradient_tile(
-                s, dp, lse[None, :], delta[None, :], partial, b, h, (start + o_m)[None, :], kv[:, None], aux,
-                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, SAFE,
+                s, dp, lse[None, :], delta[None, :], gain, partial, b, h, (start + o_m)[None, :], kv[:, None], aux,
+                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, SAFE, GAINS,
             )  # fmt: skip
             if SAFE:
                 dv = tiles.add_attended(
@@ -155,14 +161,14 @@ if launch.available():
 
     @triton.jit
     def _dkdv_tile(
-        tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, units, aux,
+        tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, gain_ptr, bad_kv_ptr, units, aux,
         q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
         heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
         KEEP: tl.constexpr, COLS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
         MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr, GAINS: tl.constexpr,
     ):  # fmt: skip
         """dk and dv of one key tile of one key head: the sum over the query heads of its group."""
         n_tiles = tl.cdiv(seqlen_kv, BLOCK_N)
@@ -174,8 +180,10 @@ if launch.available():
         left = seqlen_kv - i_n * BLOCK_N
         k_base = k_ptr + (b64 * k_strides[0] + h64 * k_strides[1] + first * k_strides[2]) * UNIT
         v_base = v_ptr + (b64 * v_strides[0] + h64 * v_strides[1] + first * v_strides[2]) * UNIT
-        k_stride, v_stride = k_strides[2] * UNIT, v_strides[2] * UNIT
-        q_stride, dout_stride = q_strides[2] * UNIT, dout_strides[2] * UNIT
+        k_stride = products.row_stride(k_strides, UNIT, DIM, PRECISION)
+        v_stride = products.row_stride(v_strides, UNIT, DIM_V, PRECISION)
+        q_stride = products.row_stride(q_strides, UNIT, DIM, PRECISION)
+        dout_stride = products.row_stride(dout_strides, UNIT, DIM_V, PRECISION)
         present = tl.minimum(i_n * BLOCK_N + o_n, seqlen_kv - 1)
 
         k_units = products.head_units(units, 1, head, seqlen_kv, PRECISION)
@@ -193,10 +201,10 @@ if launch.available():
             lo, hi, full_lo, full_hi = tile_bounds(COLS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_q, BLOCK_M)
             state = _sweep_queries(
                 state, lo, hi, full_lo, full_hi, k_base, v_base, k_stride, v_stride, q_base, dout_base,
-                lse_log2_ptr + rows, delta_ptr + rows, q_stride, dout_stride, (q_units, k_unit, v_unit, dout_units),
-                i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+                lse_log2_ptr + rows, delta_ptr + rows, gain_ptr + rows, q_stride, dout_stride,
+                (q_units, k_unit, v_unit, dout_units), i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
                 KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
-                DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
+                DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE, GAINS,
             )  # fmt: skip
         dk, dv = state
         dk = tiles.scale_tile(dk, scale, CHUNKS)
@@ -209,7 +217,7 @@ if launch.available():
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def dkdv_kernel(
-        q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, units, aux,
+        q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, gain_ptr, bad_kv_ptr, units, aux,
         q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
         batch, heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
@@ -217,6 +225,7 @@ if launch.available():
         MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
         UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr, SAFE: tl.constexpr,
+        GAINS: tl.constexpr,
     ):  # fmt: skip
         """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
         tile = tl.program_id(0)
@@ -225,19 +234,19 @@ if launch.available():
             for again in tl.range(tile, n_tiles, tl.num_programs(0), num_stages=1):
                 if tl.load(bad_kv_ptr + again) != 0:
                     _dkdv_tile(
-                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr,
-                        units, aux, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides, heads_q,
-                        group, seqlen_q, seqlen_kv, scale, factor,
+                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, gain_ptr,
+                        bad_kv_ptr, units, aux, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+                        heads_q, group, seqlen_q, seqlen_kv, scale, factor,
                         KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE,
+                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE, GAINS,
                     )  # fmt: skip
         else:
             _dkdv_tile(
-                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, bad_kv_ptr, units, aux,
-                q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, gain_ptr, bad_kv_ptr,
+                units, aux, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
                 heads_q, group, seqlen_q, seqlen_kv, scale, factor,
                 KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE,
+                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE, GAINS,
             )  # fmt: skip
 
     @triton.jit
@@ -247,9 +256,10 @@ if launch.available():
         KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
         MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr, GAINS: tl.constexpr,
     ):  # fmt: skip
-        """Add the key tiles in [lo, hi) to dq."""
+        """Add the key tiles in [lo, hi) to dq; with it the sum of each row's weights, where GAINS wants it."""
+        total = tl.zeros((BLOCK_M,), tl.float32)
         o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         q_rows = i_m * BLOCK_M + o_m
         q = products.load(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, CHUNKS, True, PRECISION)
@@ -269,24 +279,27 @@ if launch.available():
             partial = (start < full_lo) | (start + BLOCK_N > full_hi)
             rows_lse = products.resolved(lse, q_unit, k_unit, scale, DIM, PRECISION)
             w, ds, draw, keep = _gradient_tile(
-                s, dp, rows_lse[:, None], delta[:, None], partial, b, h, q_rows[:, None], (start + o_n)[None, :], aux,
-                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, SAFE,
+                s, dp, rows_lse[:, None], delta[:, None], None, partial, b, h, q_rows[:, None], (start + o_n)[None, :],
+                aux, seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, SAFE, GAINS,
             )  # fmt: skip
+            if GAINS:
+                total += tl.sum(w, 1)
             if SAFE:
                 k = tiles.finite_tile(k, CHUNKS)
             dq = products.add_dot(dq, draw, k, k_unit, CHUNKS, PRECISION, False)  # [M, N] @ [N, D] -> [M, D]
-        return dq
+        return dq, total
 
     @triton.jit
     def _dq_tile(
-        tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, units, aux,
+        tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, sinks_ptr, bad_q_ptr,
+        units, aux,
         q_strides, k_strides, v_strides, dout_strides, dq_strides,
         heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
         KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
         MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr, GAINS: tl.constexpr,
     ):  # fmt: skip
         """dq of one query tile of one head."""
         n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -302,8 +315,10 @@ if launch.available():
         v_base = v_ptr + (b64 * v_strides[0] + (h64 // group) * v_strides[1]) * UNIT
         rows = tl.cast(head, tl.int64) * seqlen_q
         lse, delta = _load_rows(lse_log2_ptr + rows, delta_ptr + rows, q_rows, seqlen_q, True)
-        k_stride, v_stride = k_strides[2] * UNIT, v_strides[2] * UNIT
-        q_stride, dout_stride = q_strides[2] * UNIT, dout_strides[2] * UNIT
+        k_stride = products.row_stride(k_strides, UNIT, DIM, PRECISION)
+        v_stride = products.row_stride(v_strides, UNIT, DIM_V, PRECISION)
+        q_stride = products.row_stride(q_strides, UNIT, DIM, PRECISION)
+        dout_stride = products.row_stride(dout_strides, UNIT, DIM_V, PRECISION)
         present = tl.minimum(q_rows, seqlen_q - 1)
         lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_kv, BLOCK_N)
 
@@ -314,13 +329,19 @@ if launch.available():
         v_units = products.head_units(units, 2, head_kv, seqlen_kv, PRECISION)
         q_unit = products.unit_of(q_units, i_m * BLOCK_M, PRECISION)
         dout_unit = products.unit_of(dout_units, i_m * BLOCK_M, PRECISION)
-        dq = _sweep_keys(
+        dq, total = _sweep_keys(
             tiles.zeros(BLOCK_M, CHUNKS), lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride,
             lse, delta, i_m, k_base, v_base, k_stride, v_stride, (q_unit, k_units, v_units, dout_unit), aux, b, h,
             seqlen_q, seqlen_kv, scale, factor,
             KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
-            DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
+            DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE, GAINS,
         )  # fmt: skip
+        if GAINS:
+            if GAINS == "with sinks":
+                total += tl.exp2(tl.load(sinks_ptr + h).to(tl.float32) * LOG2_E - lse)
+            gain = tl.where(total == 0.0, 1.0, 1.0 / total)
+            tl.store(gain_ptr + rows + q_rows, gain, mask=q_rows < seqlen_q)
+            dq = tiles.scale_tile(dq, gain[:, None], CHUNKS)
         dq = tiles.scale_tile(dq, scale, CHUNKS)
         dq_base = dq_ptr + b64 * dq_strides[0] + h64 * dq_strides[1] + first * dq_strides[2]
         tiles.store_tile(dq_base, o_m, dq_strides[2], left, dq, DIM, CHUNKS)
@@ -329,7 +350,7 @@ if launch.available():
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def dq_kernel(
-        q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, units, aux,
+        q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, sinks_ptr, bad_q_ptr, units, aux,
         q_strides, k_strides, v_strides, dout_strides, dq_strides,
         batch, heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
@@ -337,6 +358,7 @@ if launch.available():
         MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
         UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr, SAFE: tl.constexpr,
+        GAINS: tl.constexpr,
     ):  # fmt: skip
         """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
         tile = tl.program_id(0)
@@ -345,28 +367,29 @@ if launch.available():
             for again in tl.range(tile, n_tiles, tl.num_programs(0), num_stages=1):
                 if tl.load(bad_q_ptr + again) != 0:
                     _dq_tile(
-                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, units, aux,
-                        q_strides, k_strides, v_strides, dout_strides, dq_strides, heads_q, group, seqlen_q, seqlen_kv,
+                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, sinks_ptr,
+                        bad_q_ptr, units, aux, q_strides, k_strides, v_strides, dout_strides, dq_strides,
+                        heads_q, group, seqlen_q, seqlen_kv,
                         scale, factor, KEEP, ROWS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE,
+                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE, GAINS,
                     )  # fmt: skip
         else:
             _dq_tile(
-                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, bad_q_ptr, units, aux,
-                q_strides, k_strides, v_strides, dout_strides, dq_strides, heads_q, group, seqlen_q, seqlen_kv,
-                scale, factor, KEEP, ROWS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE,
+                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, sinks_ptr, bad_q_ptr,
+                units, aux, q_strides, k_strides, v_strides, dout_strides, dq_strides, heads_q, group,
+                seqlen_q, seqlen_kv, scale, factor, KEEP, ROWS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
+                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE, GAINS,
             )  # fmt: skip
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def dbias_kernel(
-        q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_log2_ptr, delta_ptr, aux,
+        q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_log2_ptr, delta_ptr, gain_ptr, aux,
         q_strides, k_strides, v_strides, dout_strides,
         batch, heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
         OVER: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GAINS: tl.constexpr,
     ):  # fmt: skip
         """One tile of dbias, summed over the dims it is broadcast along: OVER says which of (b, h, q, kv)."""
         tiles_m, tiles_n = tl.cdiv(seqlen_q, BLOCK_M), tl.cdiv(seqlen_kv, BLOCK_N)
@@ -413,9 +436,12 @@ if launch.available():
             dp = products.dot_nt(dout, v, CHUNKS_V, PRECISION)
             rows = (b * heads_q + h) * seqlen_q
             lse, delta = _load_rows(lse_log2_ptr + rows, delta_ptr + rows, q_rows, seqlen_q, True)
+            gain = gain_ptr
+            if GAINS:
+                gain = tl.load(gain_ptr + rows + q_rows, mask=q_rows < seqlen_q, other=1.0)[:, None]
             w, ds, draw, keep = _gradient_tile(
-                s, dp, lse[:, None], delta[:, None], True, b, h, q_rows[:, None], kv[None, :], aux,
-                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, True, True,
+                s, dp, lse[:, None], delta[:, None], gain, True, b, h, q_rows[:, None], kv[None, :], aux,
+                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, True, True, GAINS,
             )  # fmt: skip
             total += ds
         _store_dbias(
@@ -449,6 +475,7 @@ class TritonBackward:
 
     name = "triton_backward"
     family = "triton"
+    gains = False  # whether a row's weights are divided by their sum, which lse is too coarse for where it is large
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What every Triton kernel needs; this one serves every dense problem."""
@@ -512,7 +539,7 @@ class TritonBackward:
         p, per = plan.problem, launch.unit(x.q, x.k, x.v, dout)
         return launch.common(plan, x) | {
             "q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "dout_ptr": dout,
-            "lse_log2_ptr": work["lse_log2"], "delta_ptr": work["delta"],
+            "lse_log2_ptr": work["lse_log2"], "delta_ptr": work["delta"], "gain_ptr": work["gain"],
             "q_strides": launch.strides(x.q, per), "k_strides": launch.strides(x.k, per),
             "v_strides": launch.strides(x.v, per), "dout_strides": launch.strides(dout, per),
             "DSCORE": codegen.build(p.program).dscore, "DIM": p.dim, "DIM_V": p.dim_v,
@@ -538,6 +565,7 @@ class TritonBackward:
         arguments = launch.PLAIN | shared | {
             "MASKED": p.program.keep is not None, "BOUNDED": uneven,
             "dk_ptr": work["dk"], "dv_ptr": work["dv"], "bad_kv_ptr": work["bad_kv"],
+            "GAINS": self.gains and "given",
             "dk_strides": launch.strides(work["dk"]), "dv_strides": launch.strides(work["dv"]),
             "COLS": codegen.build(p.program).cols, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         }  # fmt: skip
@@ -549,6 +577,7 @@ class TritonBackward:
         arguments = launch.PLAIN | shared | {
             "MASKED": uneven or p.program.keep is not None, "BOUNDED": uneven,
             "dq_ptr": work["dq"], "dq_strides": launch.strides(work["dq"]), "bad_q_ptr": work["bad_q"],
+            "sinks_ptr": work["sinks"], "GAINS": self.gains and ("with sinks" if p.sinks else "summed"),
             "ROWS": codegen.build(p.program).rows, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         }  # fmt: skip
         grid = p.batch * p.heads_q * -(-p.seqlen_q // tile.block_m)
@@ -558,7 +587,10 @@ class TritonBackward:
         assert p.bias_shape is not None
         block_m, block_n = min(tile.block_m, 64), min(tile.block_n, 64)
         over = tuple(n == 1 for n in p.bias_shape)
-        arguments = shared | {"dbias_ptr": work["dbias"], "OVER": over, "BLOCK_M": block_m, "BLOCK_N": block_n}
+        arguments = shared | {
+            "dbias_ptr": work["dbias"], "OVER": over, "BLOCK_M": block_m, "BLOCK_N": block_n,
+            "GAINS": self.gains and "given",
+        }  # fmt: skip
         grid = 1
         counts = p.batch, p.heads_q, -(-p.seqlen_q // block_m), -(-p.seqlen_kv // block_n)
         for count, summed in zip(counts, over, strict=True):
@@ -590,7 +622,7 @@ class TritonBackward:
 
     def changed(self, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The arguments of `launches` that are tensors of one call."""
-        names = ("dout", "dq", "dk", "dv", "dlse", "dbias", "delta", "lse_log2")
+        names = ("dout", "dq", "dk", "dv", "dlse", "dbias", "delta", "lse_log2", "gain", "sinks")
         changed = {f"{name}_ptr": work[name] for name in names if name in work}
         changed |= {"q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "out_ptr": saved.out, "lse_ptr": saved.lse}
         return changed | {"bad_q_ptr": work["bad_q"], "bad_kv_ptr": work["bad_kv"]}
@@ -604,6 +636,8 @@ class TritonBackward:
         work |= {"dq": torch.empty_like(x.q), "dk": torch.empty_like(x.k), "dv": torch.empty_like(x.v)}
         work["dlse"] = work["delta"] if saved.dlse is None else saved.dlse.contiguous()
         work["bad_q"] = work["bad_kv"] = work["delta"]
+        work["gain"] = torch.empty_like(saved.lse) if self.gains else work["delta"]
+        work["sinks"] = work["delta"] if x.sinks is None else x.sinks
         if self.marked(p):  # tiles have 16 rows at least
             for name, heads, length in (("bad_q", p.heads_q, p.seqlen_q), ("bad_kv", p.heads_kv, p.seqlen_kv)):
                 work[name] = torch.empty(p.batch * heads * -(-length // 16), dtype=torch.int32, device=x.q.device)

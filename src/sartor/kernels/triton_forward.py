@@ -86,19 +86,22 @@ if launch.available():
         return m, l, acc
 
     @triton.jit
-    def _finish(state, sink, factor, CHUNKS_V: tl.constexpr, SINKS: tl.constexpr):
-        """Normalised output tile and natural-log lse; `sink` is one more logit of the row."""
+    def _finish(
+        state, sink, scale, PRESCALE: tl.constexpr, CHUNKS_V: tl.constexpr, SINKS: tl.constexpr
+    ):  # fmt: skip
+        """Normalised output tile and lse, to which the scale comes as one rounding; `sink` is a logit of the row."""
         m, l, acc = state
-        m = m * factor
+        if not PRESCALE:
+            m = m * scale
         if SINKS:
-            top = tl.maximum(m, sink * LOG2_E)
+            top = tl.maximum(m, sink)
             base = tl.where(top == float("-inf"), 0.0, top)
-            alpha = tl.exp2(m - base)
-            l = l * alpha + tl.exp2(sink * LOG2_E - base)
+            alpha = tl.exp2((m - base) * LOG2_E)
+            l = l * alpha + tl.exp2((sink - base) * LOG2_E)
             acc = tiles.scale_tile(acc, alpha[:, None], CHUNKS_V)
             m = top
         inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
-        return tiles.scale_tile(acc, inverse[:, None], CHUNKS_V), (m + tl.log2(l)) * LN_2
+        return tiles.scale_tile(acc, inverse[:, None], CHUNKS_V), m + tl.log2(l) * LN_2
 
     @triton.jit
     def _forward_tile(
@@ -122,7 +125,9 @@ if launch.available():
         v_base = v_ptr + (b64 * v_strides[0] + (h64 // group) * v_strides[1]) * UNIT
         q_base = q_ptr + (b64 * q_strides[0] + h64 * q_strides[1] + first * q_strides[2]) * UNIT
         out_base = out_ptr + (b64 * out_strides[0] + h64 * out_strides[1] + first * out_strides[2]) * OUT_UNIT
-        q_stride, k_stride, v_stride = q_strides[2] * UNIT, k_strides[2] * UNIT, v_strides[2] * UNIT
+        q_stride = products.row_stride(q_strides, UNIT, DIM, PRECISION)
+        k_stride = products.row_stride(k_strides, UNIT, DIM, PRECISION)
+        v_stride = products.row_stride(v_strides, UNIT, DIM_V, PRECISION)
 
         o_m = tl.arange(0, BLOCK_M)
         q_rows = i_m * BLOCK_M + o_m
@@ -146,7 +151,7 @@ if launch.available():
         sink = 0.0
         if SINKS:
             sink = tl.load(sinks_ptr + h).to(tl.float32)
-        out, lse = _finish(state, sink, factor, CHUNKS_V, SINKS)
+        out, lse = _finish(state, sink, scale, PRESCALE, CHUNKS_V, SINKS)
         tiles.store_tile(out_base, o_m, out_strides[2] * OUT_UNIT, seqlen_q - i_m * BLOCK_M, out, DIM_V, CHUNKS_V)
         tl.store(lse_ptr + tl.cast(head, tl.int64) * seqlen_q + q_rows, lse, mask=q_rows < seqlen_q)
         if PRECISION == "pairs":
@@ -180,6 +185,8 @@ if launch.available():
                         scale, factor, KEEP, ROWS, SCORE, PRESCALE, SINKS, PRECISION, MASKED, BOUNDED,
                         DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, SAFE,
                     )  # fmt: skip
+                    if SAFE:
+                        tl.store(bad_ptr + again, 0)  # hopper_forward.py keeps its marks from call to call
         else:
             _forward_tile(
                 tile, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,

@@ -34,7 +34,8 @@ def colour(provider: str, seen: list[str]) -> str:
 def draw(records: list[Record], folder: Path, kinds: tuple[str, ...]) -> list[Path]:
     """Draw what a suite asks for; the files made."""
     makers: dict[str, Callable[..., list[Path]]] = {
-        "latency": latency, "memory": memory, "head_dims": head_dims, "grid": grid, "climb": climb.plot
+        "latency": latency, "memory": memory, "rates": rates, "errors": errors, "head_dims": head_dims, "grid": grid,
+        "climb": climb.plot,
     }  # fmt: skip
     import matplotlib as mpl
 
@@ -64,6 +65,16 @@ def latency(records: list[Record], folder: Path) -> list[Path]:
 def memory(records: list[Record], folder: Path) -> list[Path]:
     """Peak extra MiB against length, log-log, with linear and quadratic guides."""
     return _curves(records, folder, "memory", "peak_mem_mib", "peak extra memory (MiB)", slopes=(1, 2))
+
+
+def rates(records: list[Record], folder: Path) -> list[Path]:
+    """TFLOP/s against length, log-log."""
+    return _curves(records, folder, "rates", "tflops", "TFLOP/s of useful work", slopes=())
+
+
+def errors(records: list[Record], folder: Path) -> list[Path]:
+    """Relative error against length, log-log."""
+    return _curves(records, folder, "errors", "err_rel", "relative error against float64", slopes=())
 
 
 def _curves(

@@ -68,6 +68,7 @@ class Record:
     cos_sim: float | None = None
     smem_bytes: int | None = None
     smem_padded_bytes: int | None = None
+    data: str = "normal"
     counters: dict[str, float] | None = None
 
     @classmethod

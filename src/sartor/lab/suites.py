@@ -19,7 +19,7 @@ else:
 
 GRID_KEYS = {
     "batch", "tokens", "heads", "hidden", "heads_kv", "seqlen", "seqlen_kv", "dim", "dim_v", "dtype", "mask", "modes",
-    "providers",
+    "data", "providers",
 }  # fmt: skip
 
 
@@ -87,9 +87,9 @@ def expand(grid: dict[str, Any], modes: list[str]) -> Iterator[Workload]:
 
     axes = (
         modes, many("dtype", "bfloat16"), many("mask", "full"), many("dim"), many("dim_v"),
-        many("heads_kv"), many("batch"), many("seqlen"), many("seqlen_kv"),
+        many("heads_kv"), many("batch"), many("data", "normal"), many("seqlen"), many("seqlen_kv"),
     )  # fmt: skip
-    for mode, dtype, mask, dim, dim_v, heads_kv, batch, n, n_kv in product(*axes):
+    for mode, dtype, mask, dim, dim_v, heads_kv, batch, data, n, n_kv in product(*axes):
         heads = grid["heads"] if "heads" in grid else max(1, grid["hidden"] // dim)
         size = batch if batch is not None else max(1, grid["tokens"] // n)
-        yield Workload(size, heads, heads_kv or heads, n, n_kv or n, dim, dim_v or dim, dtype, mask, mode)
+        yield Workload(size, heads, heads_kv or heads, n, n_kv or n, dim, dim_v or dim, dtype, mask, mode, data)

@@ -9,7 +9,7 @@ from typing import Any
 
 from sartor.lab.records import CEILINGS, Record
 
-AXES = ("mode", "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim", "dim_v", "mask")
+AXES = ("mode", "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim", "dim_v", "mask", "data")
 LABELS = {
     "batch": "B", "heads_q": "H", "heads_kv": "H kv", "seqlen_q": "N", "seqlen_kv": "N kv", "dim": "D", "dim_v": "D v"
 }  # fmt: skip
@@ -93,6 +93,8 @@ class Pivot:
 
 def _follows(axis: str, records: list[Record]) -> bool:
     """Whether an axis says nothing new: dim_v where it is dim, and so on; batch where tokens are constant."""
+    if axis == "data":
+        return all(r.data == "normal" for r in records)
     twin = {"heads_kv": "heads_q", "seqlen_kv": "seqlen_q", "dim_v": "dim"}.get(axis)
     return twin is not None and all(getattr(r, axis) == getattr(r, twin) for r in records)
 

@@ -91,6 +91,7 @@ class Workload:
     dtype: str = "bfloat16"
     mask: str = "full"
     mode: str = "fwd"
+    data: str = "normal"  # what the inputs hold: a key of `testing.DATA`
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -145,7 +146,8 @@ class Workload:
         heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
         n = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"{self.seqlen_q}/{self.seqlen_kv}"
         d = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
-        return f"{self.mode} {self.dtype} B{self.batch} H{heads} N{n} D{d} {self.mask}"
+        data = "" if self.data == "normal" else f" {self.data}"
+        return f"{self.mode} {self.dtype} B{self.batch} H{heads} N{n} D{d} {self.mask}{data}"
 
 
 @dataclass
@@ -163,14 +165,17 @@ class Inputs:
 
     @classmethod
     def make(cls, w: Workload, device: torch.device, seed: int = 0) -> Inputs:
-        """Standard normal inputs from a fixed seed."""
-        from sartor.testing import make_inputs
+        """Standard normal inputs from a fixed seed, made into what `w.data` says."""
+        from sartor.testing import DATA, make_inputs
 
         grad = w.mode in ("bwd", "fwd_bwd")
         q, k, v = make_inputs(
             w.batch, w.heads_q, w.heads_kv, w.seqlen_q, w.seqlen_kv, w.dim, w.dim_v, w.torch_dtype,
             device, layout="bhsd", seed=seed, requires_grad=grad,
         )  # fmt: skip
+        if w.data != "normal":
+            with torch.no_grad():
+                q, k, v = (t.requires_grad_(grad) for t in DATA[w.data](q, k, v))
         g = torch.Generator(device).manual_seed(seed + 1)
         shape = (w.batch, w.heads_q, w.seqlen_q, w.dim_v)
         dout = torch.randn(shape, generator=g, device=device, dtype=w.torch_dtype)

@@ -31,6 +31,15 @@ def columns(DIM):
 
 
 @triton.jit
+def row_stride(strides, UNIT: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr):
+    """Elements from a row of an operand to the next: in pairs known to the compiler, which saves registers."""
+    if PRECISION == "pairs":
+        return 2 * columns(DIM)
+    else:
+        return strides[2] * UNIT
+
+
+@triton.jit
 def load(
     base, rows, stride, limit,
     DIM: tl.constexpr, CHUNKS: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,

@@ -4,8 +4,8 @@
 
 Eleven bits and their sign, twice: 2^-23 of x at most is lost (Markidis et al. 2018; Ootomo and Yokota 2022). float16
 has five bits of exponent, so every segment of SEGMENT rows of a head has a unit of its own, the power of two that
-brings its largest element into [2^14, 2^15). An element 2^-17 times as large as the largest of its segment, or smaller,
-is known to 2^-40 of the largest instead.
+brings its largest element into [2^14, 2^15). Elements below 2^-16 of the largest lose more, but never more than 2^-25
+units, which is 2^-39 of the largest.
 
 Layout, for a tensor (b, s, h, d):
 
@@ -44,6 +44,11 @@ class Pairs(NamedTuple):
 def pitch(dim: int) -> int:
     """Columns from the first of hi to the first of lo."""
     return -(-dim // 8) * 8
+
+
+def nbytes(b: int, s: int, h: int, d: int) -> int:
+    """Size of the pairs of a tensor (b, s, h, d)."""
+    return b * s * h * 4 * pitch(d)
 
 
 def allocate(x: torch.Tensor) -> Pairs:
