@@ -161,5 +161,6 @@ def profile(
         run = Run.start(profiles.SUITE, torch.device("cuda"))
         found = profiles.measure([(name, profiles.workload(name)) for name in names], run)
         path = profiles.save(found, results_folder() if record else out, run, record)
-    console.print(profiles.table(found).rich())
+    for table in profiles.side_by_side(found):
+        console.print(table.rich())
     console.print(f"wrote {path}", highlight=False)
