@@ -94,7 +94,7 @@ if launch.available():
                     keep = keep & KEEP(b, h, q, kv, aux, seqlen_q, seqlen_kv)
                 x = tl.where(keep, x, float("-inf"))
         # a weight is at most 1, however lse was rounded; where a gain corrects it, it may be a little more before
-        most = 1.0 if GAINS else 0.0
+        most = 0.0 if GAINS is None else 1.0
         w = tl.exp2(tl.minimum(x * factor - lse, most, propagate_nan=tl.PropagateNan.ALL))
         if GAINS == "given":
             w = w * gain
@@ -141,7 +141,7 @@ if launch.available():
             lse, delta = _load_rows(lse_base, delta_base, start + o_m, seqlen_q, BOUNDED)
             lse = products.resolved(lse, k_unit, q_unit, scale, DIM, PRECISION)
             gain = gains
-            if GAINS:
+            if GAINS is not None:
                 gain = tl.load(gains + start + o_m, mask=start + o_m < seqlen_q, other=1.0)[None, :]
             partial = (start < full_lo) | (start + BLOCK_M > full_hi)
             w, ds, draw, keep = _gradient_tile(
@@ -282,7 +282,7 @@ if launch.available():
                 s, dp, rows_lse[:, None], delta[:, None], None, partial, b, h, q_rows[:, None], (start + o_n)[None, :],
                 aux, seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, SAFE, GAINS,
             )  # fmt: skip
-            if GAINS:
+            if GAINS is not None:
                 total += tl.sum(w, 1)
             if SAFE:
                 k = tiles.finite_tile(k, CHUNKS)
@@ -336,7 +336,7 @@ if launch.available():
             KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
             DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE, GAINS,
         )  # fmt: skip
-        if GAINS:
+        if GAINS is not None:
             if GAINS == "with sinks":
                 total += tl.exp2(tl.load(sinks_ptr + h).to(tl.float32) * LOG2_E - lse)
             gain = tl.where(total == 0.0, 1.0, 1.0 / total)
@@ -437,7 +437,7 @@ if launch.available():
             rows = (b * heads_q + h) * seqlen_q
             lse, delta = _load_rows(lse_log2_ptr + rows, delta_ptr + rows, q_rows, seqlen_q, True)
             gain = gain_ptr
-            if GAINS:
+            if GAINS is not None:
                 gain = tl.load(gain_ptr + rows + q_rows, mask=q_rows < seqlen_q, other=1.0)[:, None]
             w, ds, draw, keep = _gradient_tile(
                 s, dp, lse[:, None], delta[:, None], gain, True, b, h, q_rows[:, None], kv[None, :], aux,
@@ -565,7 +565,7 @@ class TritonBackward:
         arguments = launch.PLAIN | shared | {
             "MASKED": p.program.keep is not None, "BOUNDED": uneven,
             "dk_ptr": work["dk"], "dv_ptr": work["dv"], "bad_kv_ptr": work["bad_kv"],
-            "GAINS": self.gains and "given",
+            "GAINS": "given" if self.gains else None,
             "dk_strides": launch.strides(work["dk"]), "dv_strides": launch.strides(work["dv"]),
             "COLS": codegen.build(p.program).cols, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         }  # fmt: skip
@@ -577,7 +577,7 @@ class TritonBackward:
         arguments = launch.PLAIN | shared | {
             "MASKED": uneven or p.program.keep is not None, "BOUNDED": uneven,
             "dq_ptr": work["dq"], "dq_strides": launch.strides(work["dq"]), "bad_q_ptr": work["bad_q"],
-            "sinks_ptr": work["sinks"], "GAINS": self.gains and ("with sinks" if p.sinks else "summed"),
+            "sinks_ptr": work["sinks"], "GAINS": ("with sinks" if p.sinks else "summed") if self.gains else None,
             "ROWS": codegen.build(p.program).rows, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         }  # fmt: skip
         grid = p.batch * p.heads_q * -(-p.seqlen_q // tile.block_m)
@@ -589,7 +589,7 @@ class TritonBackward:
         over = tuple(n == 1 for n in p.bias_shape)
         arguments = shared | {
             "dbias_ptr": work["dbias"], "OVER": over, "BLOCK_M": block_m, "BLOCK_N": block_n,
-            "GAINS": self.gains and "given",
+            "GAINS": "given" if self.gains else None,
         }  # fmt: skip
         grid = 1
         counts = p.batch, p.heads_q, -(-p.seqlen_q // block_m), -(-p.seqlen_kv // block_n)

@@ -253,8 +253,10 @@ class TritonForward:
         step = self.step("forward", plan, plan.tile, x, results)
         return [step, step.careful(plan.device)] if self.marked(plan.problem) else [step]
 
-    def step(self, name: str, plan: Plan, tile: Tile, x: Operands, results: Results) -> launch.Launch:
-        """One launch of the kernel over every tile."""
+    def step(
+        self, name: str, plan: Plan, tile: Tile, x: Operands, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> launch.Launch:
+        """One launch of the kernel over every tile; `results` are `Results`."""
         p, (out, lse, bad) = plan.problem, results
         per, out_per = launch.unit(x.q, x.k, x.v), launch.unit(out)
         uneven = p.seqlen_kv % tile.block_n != 0
