@@ -49,7 +49,7 @@ __device__ void load_tile(float* smem, const float* gmem, int first, int n, floa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) rung(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rung(
     const float* q,  // (heads, n, D)
     const float* k,  // (heads, n, D)
     const float* v,  // (heads, n, D)

@@ -2,8 +2,8 @@
 number = "05"
 title = "Padding, 128-bit loads, chunks of the head dim"
 idea = """Rows in shared memory are padded, so that the threads of a warp meet different banks; loads, global and \
-shared, are 128 bits wide; keys and values pass through one buffer in chunks of DK channels, so that more blocks fit \
-an SM."""
+shared, are 128 bits wide, and neighbouring threads share their addresses; keys and values pass through one buffer \
+in chunks of DK channels, so that more blocks fit an SM."""
 source = "The fp32 CUDA ladder, kernel 5"
 claim = "21.7 ms, 19.02 TFLOP/s on an RTX A6000: 1.7x over kernel 4, 111 % of SDPA"
 arch = 75
@@ -33,15 +33,16 @@ DK = 32
 //   q_smem [BM][D + 4]    |                               |
 //   rows y, y + Y, ... -> s [TM][TN] -> p_smem [BM][BN + X] -> o [TM][TD]
 //
-// Four floats of padding move each row on by four banks: eight threads read 16 bytes of eight rows at once.
-// The X threads of a row sit in one warp, so p_smem needs no barrier of the block.
+// Four floats of padding move each row on by four banks: eight threads read 16 bytes of eight rows at once. Threads 2t
+// and 2t + 1 differ in y only, pairs in x: where neighbours share addresses, a warp's 128-bit load takes two wavefronts
+// instead of four. The X threads of a row sit in one warp, so p_smem needs no barrier of the block.
 
 #define LOG2_E 1.4426950408889634f
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 constexpr int X = BN / TN, Y = BM / TM, THREADS = X * Y, TD = D / X;
 constexpr int Q_PITCH = D + 4, KV_PITCH = DK + 4, P_PITCH = BN + X;
-static_assert(32 % X == 0, "the threads of a row must share a warp");
+static_assert(32 % (2 * X) == 0, "the threads of two rows must share a warp");
 static_assert(THREADS % 32 == 0 && DK % (4 * X) == 0 && D % DK == 0, "a thread needs whole float4 of every chunk");
 
 __device__ bool visible(int row, int key, int n) { return key < n && (!CAUSAL || key <= row); }
@@ -49,8 +50,12 @@ __device__ bool visible(int row, int key, int n) { return key < n && (!CAUSAL ||
 __device__ float4& vector(float* p) { return *reinterpret_cast<float4*>(p); }
 __device__ float4 vector(const float* p) { return *reinterpret_cast<const float4*>(p); }
 __device__ float4 times(float a, float4 b) { return {a * b.x, a * b.y, a * b.z, a * b.w}; }
-__device__ void add_dot(float& s, float4 a, float4 b) { s += a.x * b.x, s += a.y * b.y, s += a.z * b.z, s += a.w * b.w; }
-__device__ void add_times(float4& o, float a, float4 b) { o.x += a * b.x, o.y += a * b.y, o.z += a * b.z, o.w += a * b.w; }
+__device__ void add_dot(float& s, float4 a, float4 b) {
+    s += a.x * b.x, s += a.y * b.y, s += a.z * b.z, s += a.w * b.w;
+}
+__device__ void add_times(float4& o, float a, float4 b) {
+    o.x += a * b.x, o.y += a * b.y, o.z += a * b.z, o.w += a * b.w;
+}
 
 // Rows [first, first + ROWS) and COLUMNS channels of an (n, D) matrix, times a factor; rows past the end become zeros.
 template <int ROWS, int COLUMNS>
@@ -63,7 +68,7 @@ __device__ void load_tile(float* smem, const float* gmem, int first, int n, floa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) rung(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rung(
     const float* q,  // (heads, n, D)
     const float* k,  // (heads, n, D)
     const float* v,  // (heads, n, D)
@@ -75,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rung(
     float* kv_smem = q_smem + BM * Q_PITCH;     // [BN][DK + 4]
     float* p_smem = kv_smem + BN * KV_PITCH;    // [BM][BN + X]
 
-    const int x = threadIdx.x % X, y = threadIdx.x / X;
+    const int x = threadIdx.x / 2 % X, y = threadIdx.x / (2 * X) * 2 + threadIdx.x % 2;
     const int q_first = blockIdx.x * BM;
     const size_t head = (size_t)blockIdx.y * n * D;
     q += head, k += head, v += head, out += head;
@@ -113,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rung(
                 if (!visible(q_first + y + Y * i, k_first + x + X * j, n)) s[i][j] = MINUS_INFINITY;
                 m[i] = fmaxf(m[i], s[i][j]);
             }
-            for (int lanes = X / 2; lanes; lanes /= 2) m[i] = fmaxf(m[i], __shfl_xor_sync(~0u, m[i], lanes));
+            for (int lanes = X; lanes > 1; lanes /= 2) m[i] = fmaxf(m[i], __shfl_xor_sync(~0u, m[i], lanes));
             const float alpha = exp2f(m_old - m[i]);
             l[i] *= alpha;
             for (int j = 0; j < TN; ++j) {
@@ -155,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rung(
     }
 
     for (int i = 0; i < TM; ++i) {
-        for (int lanes = X / 2; lanes; lanes /= 2) l[i] += __shfl_xor_sync(~0u, l[i], lanes);
+        for (int lanes = X; lanes > 1; lanes /= 2) l[i] += __shfl_xor_sync(~0u, l[i], lanes);
         const int row = q_first + y + Y * i;
         for (int c = 0; c < TD / 4 && row < n; ++c)
             vector(out + (size_t)row * D + 4 * (x + X * c)) = times(1.0f / l[i], o[i][c]);

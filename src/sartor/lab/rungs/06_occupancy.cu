@@ -23,15 +23,18 @@ BN = 64
 TM = 8
 TN = 8
 BLOCKS = 2
+UNROLL = 2
 [parameters.128]
 TN = 4
 BLOCKS = 1
+UNROLL = 4
 [search]
 BM = [32, 64, 128]
 BN = [32, 64, 128]
 TM = [4, 8, 16]
 TN = [4, 8]
-BLOCKS = [1, 2, 3, 4]
+BLOCKS = [1, 2, 3]
+UNROLL = [1, 2, 4]
 */
 
 // Thread (y, x) of Y x X owns TM x TN scores and TM x TD outputs. Rows, keys and channels are dealt out in turn,
@@ -42,15 +45,16 @@ BLOCKS = [1, 2, 3, 4]
 //   q_smem [BM][D + 4]    |                               |
 //   rows y, y + Y, ... -> s [TM][TN] -> p_smem [BM][BN + X] -> o [TM][TD]
 //
-// Four floats of padding move each row on by four banks: eight threads read 16 bytes of eight rows at once.
-// The X threads of a row sit in one warp, so p_smem needs no barrier of the block.
+// Four floats of padding move each row on by four banks: eight threads read 16 bytes of eight rows at once. Threads 2t
+// and 2t + 1 differ in y only, pairs in x: where neighbours share addresses, a warp's 128-bit load takes two wavefronts
+// instead of four. The X threads of a row sit in one warp, so p_smem needs no barrier of the block.
 
 #define LOG2_E 1.4426950408889634f
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 constexpr int X = BN / TN, Y = BM / TM, THREADS = X * Y, TD = D / X;
-constexpr int PITCH = D + 4, P_PITCH = BN + X;
-static_assert(32 % X == 0, "the threads of a row must share a warp");
+constexpr int PITCH = D + 4, P_PITCH = BN + X, STEPS = UNROLL;
+static_assert(32 % (2 * X) == 0, "the threads of two rows must share a warp");
 static_assert(THREADS % 32 == 0 && TD % 4 == 0, "a thread needs whole float4 of a row");
 
 __device__ bool visible(int row, int key, int n) { return key < n && (!CAUSAL || key <= row); }
@@ -58,8 +62,12 @@ __device__ bool visible(int row, int key, int n) { return key < n && (!CAUSAL ||
 __device__ float4& vector(float* p) { return *reinterpret_cast<float4*>(p); }
 __device__ float4 vector(const float* p) { return *reinterpret_cast<const float4*>(p); }
 __device__ float4 times(float a, float4 b) { return {a * b.x, a * b.y, a * b.z, a * b.w}; }
-__device__ void add_dot(float& s, float4 a, float4 b) { s += a.x * b.x, s += a.y * b.y, s += a.z * b.z, s += a.w * b.w; }
-__device__ void add_times(float4& o, float a, float4 b) { o.x += a * b.x, o.y += a * b.y, o.z += a * b.z, o.w += a * b.w; }
+__device__ void add_dot(float& s, float4 a, float4 b) {
+    s += a.x * b.x, s += a.y * b.y, s += a.z * b.z, s += a.w * b.w;
+}
+__device__ void add_times(float4& o, float a, float4 b) {
+    o.x += a * b.x, o.y += a * b.y, o.z += a * b.z, o.w += a * b.w;
+}
 
 __device__ float exp2_approx(float x) {
     float y;
@@ -110,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rung(
     float* v_smem = k_smem + BN * PITCH;     // [BN][D + 4]
     float* p_smem = v_smem + BN * PITCH;     // [BM][BN + X]
 
-    const int x = threadIdx.x % X, y = threadIdx.x / X;
+    const int x = threadIdx.x / 2 % X, y = threadIdx.x / (2 * X) * 2 + threadIdx.x % 2;
     const int q_first = blockIdx.x * BM;
     const size_t head = (size_t)blockIdx.y * n * D;
     q += head, k += head, v += head, out += head;
@@ -129,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rung(
 
         // Scores, in log2 units: four channels at a time
         float s[TM][TN] = {};
-#pragma unroll 2
+#pragma unroll STEPS
         for (int c = 0; c < D; c += 4) {
             float4 k_rmem[TN];
             for (int j = 0; j < TN; ++j) k_rmem[j] = vector(k_smem + (x + X * j) * PITCH + c);
@@ -147,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rung(
         for (int i = 0; i < TM; ++i) {
             const float m_old = m[i];
             for (int j = 0; j < TN; ++j) m[i] = fmaxf(m[i], s[i][j]);
-            for (int lanes = X / 2; lanes; lanes /= 2) m[i] = fmaxf(m[i], __shfl_xor_sync(~0u, m[i], lanes));
+            for (int lanes = X; lanes > 1; lanes /= 2) m[i] = fmaxf(m[i], __shfl_xor_sync(~0u, m[i], lanes));
             const float alpha = exp2_approx(m_old - m[i]);
             l[i] *= alpha;
             for (int j = 0; j < TN; ++j) {
@@ -163,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rung(
         if (k_first + BN < k_end) load_tile_async<BN>(k_smem, k, k_first + BN, n);
 
         // Output: four keys at a time
-#pragma unroll 2
+#pragma unroll STEPS
         for (int j = 0; j < BN; j += 4) {
             float4 v_rmem[4][TD / 4];
             for (int e = 0; e < 4; ++e)
@@ -181,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rung(
     }
 
     for (int i = 0; i < TM; ++i) {
-        for (int lanes = X / 2; lanes; lanes /= 2) l[i] += __shfl_xor_sync(~0u, l[i], lanes);
+        for (int lanes = X; lanes > 1; lanes /= 2) l[i] += __shfl_xor_sync(~0u, l[i], lanes);
         const int row = q_first + y + Y * i;
         for (int c = 0; c < TD / 4 && row < n; ++c)
             vector(out + (size_t)row * D + 4 * (x + X * c)) = times(1.0f / l[i], o[i][c]);
