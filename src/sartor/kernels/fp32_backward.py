@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sartor.device import Device
-from sartor.kernels.fp32_forward import MOST_ROWS, WIDEST, reasons
+from sartor.kernels.fp32_forward import MOST_ROWS, reasons, widest
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Saved, Tile
 from sartor.kernels.triton_backward import TritonBackward
@@ -61,15 +61,13 @@ class Fp32Backward(TritonBackward):
         steps.append(self._prepare(p, saved, work))
         halves = replace(x, q=pairs["q"].data, k=pairs["k"].data, v=pairs["v"].data)
         plain = self._shared(plan, x, work["dout"], work)
-        paired = self._shared(plan, halves, pairs["dout"].data, work) | {
-            "units": split.units(pairs), "PRECISION": "pairs",
-            "CHUNKS": tiles.chunks(p.dim, WIDEST), "CHUNKS_V": tiles.chunks(p.dim_v, WIDEST),
-        }  # fmt: skip
-        for make, fast, slow in (  # dq first: it sums the weights that dk and dv are made of
-            (self._dq, tile.then, _exact_dq(tile.then)), (self._dkdv, tile, _exact_dkdv(tile))
+        paired = self._shared(plan, halves, pairs["dout"].data, work)
+        paired |= {"units": split.units(pairs), "PRECISION": "pairs"}
+        for make, fast, slow, most in (  # dq first: it sums the weights that dk and dv are made of
+            (self._dq, tile.then, _exact_dq(tile.then), widest(p.dim)), (self._dkdv, tile, _exact_dkdv(tile), 64)
         ):  # fmt: skip
-            again = make(p, slow, plain, work).again(dev, "exact")
-            steps += [make(p, fast, paired, work), again]
+            first, again = make(p, fast, paired, work), make(p, slow, plain, work).again(dev, "exact")
+            steps += [first.changed(CHUNKS=tiles.chunks(p.dim, most), CHUNKS_V=tiles.chunks(p.dim_v, most)), again]
             steps += [again.careful(dev)] if p.program.keep is not None else []
         if p.bias_shape is not None:
             steps.append(self._dbias(p, _exact_dkdv(tile), plain, work))

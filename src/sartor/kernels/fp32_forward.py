@@ -25,7 +25,6 @@ if launch.available():
 
 MOST_DIM = 256
 MOST_ROWS = 128  # of a tile: no more than a segment of split.py
-WIDEST = int(__import__("os").environ.get("CAP", 128))
 
 
 def reasons(p: Problem, dev: Device) -> list[str]:
@@ -38,6 +37,11 @@ def reasons(p: Problem, dev: Device) -> list[str]:
     if max(p.dim, p.dim_v) > MOST_DIM:
         why.append(f"needs head dims <= {MOST_DIM}, got {p.dim} and {p.dim_v}")
     return why
+
+
+def widest(dim: int) -> int:
+    """Most columns of a chunk: a product of pairs has registers of its own besides the sum it is added to."""
+    return 128 if dim <= 128 else 64
 
 
 class Fp32Forward(TritonForward):
@@ -74,7 +78,8 @@ class Fp32Forward(TritonForward):
         assert tile is not None
         halves = replace(x, q=pairs["q"].data, k=pairs["k"].data, v=pairs["v"].data)
         first = self.step("forward", plan, tile, halves, results)
-        first = first.changed(units=split.units(pairs), PRECISION="pairs", CHUNKS_V=tiles.chunks(p.dim_v, WIDEST))
+        chunks = tiles.chunks(p.dim_v, widest(p.dim_v))
+        first = first.changed(units=split.units(pairs), PRECISION="pairs", CHUNKS_V=chunks)
         second = self.step("forward", plan, exact_tile(p, tile), x, results).again(dev, "exact")
         steps = [split.step(name, getattr(x, name), pair, name == "v") for name, pair in pairs.items()]
         steps += [first, second]

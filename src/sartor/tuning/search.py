@@ -26,6 +26,11 @@ from sartor.kernels.spec import Operands, Plan, Saved, Tile
 from sartor.problem import Call, Problem, aux_values
 
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+PARTS = tuple(
+    (f"{family}_{pass_}", launch)
+    for family in ("triton", "fp32")
+    for pass_, launch in (("forward", "forward"), ("backward", "dkdv"), ("backward", "dq"))
+)
 SHORT = (512, 2048)  # lengths for which the forward has rows of its own
 
 
@@ -70,13 +75,15 @@ class Trial:
 
 def jobs(dims: Iterable[int] = DIMS, dtypes: Iterable[str] = ("bfloat16", "float32")) -> Iterator[Job]:
     """What `sartor tune` fills the table with."""
-    parts = (("triton_forward", "forward"), ("triton_backward", "dkdv"), ("triton_backward", "dq"))
     for dtype in dtypes:
-        size = (1, 16, 2048) if dtype == "float32" else (4, 16, 4096)
         for dim in dims:
             for mask in ("full", "band"):
-                for kernel, launch in parts:
-                    yield Job(kernel, launch, dim, mask, dtype, *size)
+                for kernel, launch in PARTS:
+                    if kernel.startswith("triton"):
+                        size = (1, 16, 2048) if dtype == "float32" else (4, 16, 4096)
+                        yield Job(kernel, launch, dim, mask, dtype, *size)
+                    elif dtype == "float32":
+                        yield Job(kernel, launch, dim, mask, dtype, 2, 12, 4096)
             for mask in ("full", "band", "tensor", "score") if dtype == "bfloat16" else ():
                 for length in SHORT if mask in ("full", "band") else (None,):
                     n = length or 4096
@@ -96,6 +103,7 @@ def runner(job: Job, tile: Tile, call: Call) -> tuple[dict[object, Any], Callabl
     else:
         saved = Saved(out, lse, torch.randn_like(out), None)
         work = spec.workspace(problem, x, saved)
+        work["gain"].fill_(1.0)
         work["delta"].zero_()
         work["lse_log2"].fill_(8.0)
         steps = spec.launches(plan, x, saved, work)
@@ -114,7 +122,10 @@ def candidates(job: Job) -> list[Tile]:
     found = []
     for t in tiles:
         rows, stepped = getattr(t, held), (t.block_n if held == "block_m" else t.block_m)
-        if job.dtype == "float32":
+        if job.kernel.startswith("fp32"):
+            good = rows == 16 * t.warps if job.dim <= 128 else rows >= 32
+            good = good and stepped >= (16 if job.dim >= 128 else 32) and t.stages in (2, 3)
+        elif job.dtype == "float32":
             good = rows >= 32 and stepped >= 16 and t.stages in (1, 2)
         else:
             per_warp = rows // t.warps
@@ -167,7 +178,7 @@ def search(work: Iterable[Job], workers: int, log: Callable[[str], None]) -> Ite
     for job, trials in done:
         failed = [t for t in trials if t.failed]
         clean = [t for t in trials if not t.failed and t.spills == 0]
-        usable = clean or sorted((t for t in trials if not t.failed), key=lambda t: t.spills)[:3]
+        usable = clean or sorted((t for t in trials if not t.failed), key=lambda t: t.spills)[:6]
         log(f"{job}: {len(trials)} tiles, {len(failed)} failed, {len(clean)} without spills")
         if failed:
             log(f"  {failed[0].tile}: {failed[0].failed}")
