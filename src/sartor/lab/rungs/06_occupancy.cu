@@ -27,14 +27,13 @@ UNROLL = 2
 [parameters.128]
 TN = 4
 BLOCKS = 1
-UNROLL = 4
+UNROLL = 8
 [search]
-BM = [32, 64, 128]
+BM = [64, 128, 256]
 BN = [32, 64, 128]
-TM = [4, 8, 16]
+TM = [4, 8]
 TN = [4, 8]
 BLOCKS = [1, 2, 3]
-UNROLL = [1, 2, 4]
 */
 
 // Thread (y, x) of Y x X owns TM x TN scores and TM x TD outputs. Rows, keys and channels are dealt out in turn,
@@ -119,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rung(
     float* p_smem = v_smem + BN * PITCH;     // [BM][BN + X]
 
     const int x = threadIdx.x / 2 % X, y = threadIdx.x / (2 * X) * 2 + threadIdx.x % 2;
-    const int q_first = blockIdx.x * BM;
+    const int q_first = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BM;  // the longest rows first
     const size_t head = (size_t)blockIdx.y * n * D;
     q += head, k += head, v += head, out += head;
 
@@ -146,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rung(
                 for (int j = 0; j < TN; ++j) add_dot(s[i][j], q_rmem, k_rmem[j]);
             }
         }
+        // Only a tile on the edge is masked.
         if (k_first + BN > (CAUSAL ? min(n, q_first + 1) : n))
             for (int i = 0; i < TM; ++i)
                 for (int j = 0; j < TN; ++j)
