@@ -9,6 +9,7 @@ that do spill a thousand bytes or more).
 from __future__ import annotations
 
 import json
+import re
 from importlib.resources import files
 
 import pytest
@@ -124,7 +125,7 @@ def test_row_compiles(row):
         assert found.shared_bytes <= estimate(row["kernel"], call, step), name
         assert found.shared_bytes <= ARCHITECTURES[90].smem_bytes, name
         if held_rows(step) >= 64:
-            assert found.count("HGMMA"), name
+            assert found.count("HGMMA") > found.count("WARPGROUP.DEPBAR"), name  # as many where they are serialised
             assert not found.count("HMMA"), name
     if triton.__version__ == MEASURED_WITH:
         assert total == 4 * row["spills"]  # the row counts words
@@ -186,6 +187,24 @@ def test_float32_with_mods(name, kernel):
             assert found.count("FFMA"), launch_name
             assert not found.count("HMMA"), launch_name
             assert not found.count("HGMMA"), launch_name
+
+
+@pytest.mark.parametrize("kind", ["bias", "bias by head", "bool"])
+def test_tensors_are_read_in_wide_loads(kind):
+    """What mods read for every pair comes 16 bytes at a time, within the shared memory that the model foresees."""
+    options = {
+        "bias": {"bias": meta(LENGTH, LENGTH, dtype=torch.bfloat16)},
+        "bias by head": {"bias": meta(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)},
+        "bool": {"mask": meta(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)},
+    }
+    call = call_of(128, **options[kind])
+    for kernel in ("triton_forward", "triton_backward"):
+        tile, _ = table.lookup(kernels.load(kernel), Problem.of(call), ARCHITECTURES[90])
+        for name, step in launches(kernel, call, tile, 90).items():
+            if name in HOT:
+                found = compiled(step, 90)
+                assert not re.findall(r"ld\.global\S*\.[bu](?:8|16)\b", found.ptx), name
+                assert found.shared_bytes <= estimate(kernel, call, step), name
 
 
 def test_tf32_is_on_tensor_cores():

@@ -28,8 +28,13 @@ if launch.available():
     import triton.language as tl
 
     from sartor.kernels.parts import codegen, products, tiles
-    from sartor.kernels.parts.bounds import tile_bounds
+    from sartor.kernels.parts.bounds import tile_bounds, valid
     from sartor.kernels.parts.maths import LOG2_E
+
+    @triton.jit
+    def _row(head, seqlen_q):
+        """Where a head's rows begin in delta and lse_log2: on 64 bytes, so that loads can be wide."""
+        return tl.cast(head, tl.int64) * (tl.cdiv(seqlen_q, 16) * 16)
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def prepare_kernel(
@@ -49,14 +54,14 @@ if launch.available():
         delta = tl.zeros((BLOCK,), tl.float32)
         for i in tl.static_range(tiles.count(CHUNKS_V)):
             delta += tl.sum(out[i].to(tl.float32) * dout[i].to(tl.float32), 1)
-        rows = tl.cast(head, tl.int64) * seqlen_q + start + o_m
+        rows, kept = tl.cast(head, tl.int64) * seqlen_q + start + o_m, _row(head, seqlen_q) + start + o_m
         inside = start + o_m < seqlen_q
         if DLSE:
             delta -= tl.load(dlse_ptr + rows, mask=inside, other=0.0)
-        tl.store(delta_ptr + rows, delta, mask=inside)
+        tl.store(delta_ptr + kept, delta, mask=inside)
         lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)  # exp2(score - inf) = 0
-        tl.store(lse_log2_ptr + rows, lse, mask=inside)
+        tl.store(lse_log2_ptr + kept, lse, mask=inside)
 
     @triton.jit
     def _load_rows(lse_base, delta_base, rows, seqlen_q, BOUNDED: tl.constexpr):
@@ -71,7 +76,7 @@ if launch.available():
     def _gradient_tile(
         s, dp, lse, delta, gain, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, MASKED: tl.constexpr,
-        SAFE: tl.constexpr, GAINS: tl.constexpr,
+        BOUNDED: tl.constexpr, SAFE: tl.constexpr, GAINS: tl.constexpr,
     ):  # fmt: skip
         """(weights, d score, d raw score, keep) of a tile, to which q, kv, lse, delta and gain are broadcastable.
 
@@ -80,18 +85,22 @@ if launch.available():
         if PRESCALE:
             s = s * scale
         x = s
+        query, key = valid(q, seqlen_q, BOUNDED), valid(kv, seqlen_kv, BOUNDED)
         if SCORE is not None:
-            x = SCORE(s, b, h, q, kv, aux, seqlen_q, seqlen_kv)
+            x = SCORE(s, b, h, query, key, aux, seqlen_q, seqlen_kv)
         keep = (q < seqlen_q) & (kv < seqlen_kv)
         if SAFE:
             if KEEP is not None:
-                keep = keep & KEEP(b, h, q, kv, aux, seqlen_q, seqlen_kv)
+                keep = keep & KEEP(b, h, query, key, aux, seqlen_q, seqlen_kv)
             x = tl.where(keep, x, float("-inf"))
         elif MASKED:
             if partial:
-                keep = (q < seqlen_q) & (kv < seqlen_kv)
-                if KEEP is not None:
-                    keep = keep & KEEP(b, h, q, kv, aux, seqlen_q, seqlen_kv)
+                if KEEP is None:
+                    keep = (q < seqlen_q) & (kv < seqlen_kv)
+                else:
+                    keep = KEEP(b, h, query, key, aux, seqlen_q, seqlen_kv)
+                    if BOUNDED:
+                        keep = keep & (q < seqlen_q) & (kv < seqlen_kv)
                 x = tl.where(keep, x, float("-inf"))
         # a weight is at most 1, however lse was rounded; where a gain corrects it, it may be a little more before
         most = 0.0 if GAINS is None else 1.0
@@ -101,7 +110,7 @@ if launch.available():
         ds = w * (dp - delta)
         draw = ds
         if DSCORE is not None:
-            draw = ds * DSCORE(s, b, h, q, kv, aux, seqlen_q, seqlen_kv)
+            draw = ds * DSCORE(s, b, h, query, key, aux, seqlen_q, seqlen_kv)
         if SAFE:
             keep = tl.broadcast_to(keep, w.shape)
             w, ds, draw = tl.where(keep, w, 0.0), tl.where(keep, ds, 0.0), tl.where(keep, draw, 0.0)
@@ -143,10 +152,10 @@ if launch.available():
             gain = gains
             if GAINS is not None:
                 gain = tl.load(gains + start + o_m, mask=start + o_m < seqlen_q, other=1.0)[None, :]
-            partial = (start < full_lo) | (start + BLOCK_M > full_hi)
+            partial = (start < full_lo) | (start + BLOCK_M > full_hi) | (MASKED == 2)
             w, ds, draw, keep = _gradient_tile(
                 s, dp, lse[None, :], delta[None, :], gain, partial, b, h, (start + o_m)[None, :], kv[:, None], aux,
-                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, SAFE, GAINS,
+                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, SAFE, GAINS,
             )  # fmt: skip
             if SAFE:
                 dv = tiles.add_attended(
@@ -193,7 +202,7 @@ if launch.available():
         state = tiles.zeros(BLOCK_N, CHUNKS), tiles.zeros(BLOCK_N, CHUNKS_V)
         for g in tl.range(0, group, num_stages=1):
             h = h_kv * group + g
-            rows = (b64 * heads_q + h) * seqlen_q
+            rows = _row(b64 * heads_q + h, seqlen_q)
             q_base = q_ptr + (b64 * q_strides[0] + tl.cast(h, tl.int64) * q_strides[1]) * UNIT
             dout_base = dout_ptr + (b64 * dout_strides[0] + tl.cast(h, tl.int64) * dout_strides[1]) * UNIT
             q_units = products.head_units(units, 0, b * heads_q + h, seqlen_q, PRECISION)
@@ -276,11 +285,11 @@ if launch.available():
             v = products.load(v_base + first * v_stride, o_n, v_stride, left, DIM_V, CHUNKS_V, BOUNDED, PRECISION)
             dp = products.dot_nt(dout, v, CHUNKS_V, PRECISION)  # [M, DV] @ [DV, N] -> [M, N]
             dp = products.times(dp, dout_unit, v_unit, PRECISION)
-            partial = (start < full_lo) | (start + BLOCK_N > full_hi)
+            partial = (start < full_lo) | (start + BLOCK_N > full_hi) | (MASKED == 2)
             rows_lse = products.resolved(lse, q_unit, k_unit, scale, DIM, PRECISION)
             w, ds, draw, keep = _gradient_tile(
                 s, dp, rows_lse[:, None], delta[:, None], None, partial, b, h, q_rows[:, None], (start + o_n)[None, :],
-                aux, seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, SAFE, GAINS,
+                aux, seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, SAFE, GAINS,
             )  # fmt: skip
             if GAINS is not None:
                 total += tl.sum(w, 1)
@@ -313,7 +322,7 @@ if launch.available():
         dout_base = dout_ptr + (b64 * dout_strides[0] + h64 * dout_strides[1] + first * dout_strides[2]) * UNIT
         k_base = k_ptr + (b64 * k_strides[0] + (h64 // group) * k_strides[1]) * UNIT
         v_base = v_ptr + (b64 * v_strides[0] + (h64 // group) * v_strides[1]) * UNIT
-        rows = tl.cast(head, tl.int64) * seqlen_q
+        rows = _row(head, seqlen_q)
         lse, delta = _load_rows(lse_log2_ptr + rows, delta_ptr + rows, q_rows, seqlen_q, True)
         k_stride = products.row_stride(k_strides, UNIT, DIM, PRECISION)
         v_stride = products.row_stride(v_strides, UNIT, DIM_V, PRECISION)
@@ -388,7 +397,8 @@ if launch.available():
         batch, heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
-        OVER: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        BOUNDED: tl.constexpr, OVER: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
         UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GAINS: tl.constexpr,
     ):  # fmt: skip
         """One tile of dbias, summed over the dims it is broadcast along: OVER says which of (b, h, q, kv)."""
@@ -434,14 +444,14 @@ if launch.available():
             v = tiles.load_tile(v_base, o_n, v_strides[2] * UNIT, left_n, DIM_V, CHUNKS_V, True)
             s = products.dot_nt(q, k, CHUNKS, PRECISION)
             dp = products.dot_nt(dout, v, CHUNKS_V, PRECISION)
-            rows = (b * heads_q + h) * seqlen_q
+            rows = _row(b * heads_q + h, seqlen_q)
             lse, delta = _load_rows(lse_log2_ptr + rows, delta_ptr + rows, q_rows, seqlen_q, True)
             gain = gain_ptr
             if GAINS is not None:
                 gain = tl.load(gain_ptr + rows + q_rows, mask=q_rows < seqlen_q, other=1.0)[:, None]
             w, ds, draw, keep = _gradient_tile(
                 s, dp, lse[:, None], delta[:, None], gain, True, b, h, q_rows[:, None], kv[None, :], aux,
-                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, True, True, GAINS,
+                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, True, BOUNDED, True, GAINS,
             )  # fmt: skip
             total += ds
         _store_dbias(
@@ -468,6 +478,12 @@ if launch.available():
         else:
             inside = (q[:, None] < seqlen_q) & (kv[None, :] < seqlen_kv)
             tl.store(base + tl.cast(q, tl.int64)[:, None] * seqlen_kv + kv[None, :], total, mask=inside)
+
+
+def _rows(lse: torch.Tensor) -> torch.Tensor:
+    """Room for a float32 a row, shaped as lse (b, hq, sq), each head's on 64 bytes: see `_row`."""
+    b, hq, sq = lse.shape
+    return torch.empty((b, hq, -(-sq // 16) * 16), dtype=torch.float32, device=lse.device)[..., :sq]
 
 
 class TritonBackward:
@@ -502,10 +518,13 @@ class TritonBackward:
         return first in alone and turned in alone
 
     def smem_bytes(self, p: Problem, stepped: int, held: int, stages: int) -> int:
-        """Upper estimate of shared memory: held tiles, stepped tiles per stage, two score tiles."""
+        """Upper estimate of shared memory: held tiles; stepped tiles and what mods read for every stage; scores."""
         size = p.dtype.itemsize
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
-        return size * ((d + dv) * (held + stages * stepped) + 2 * stepped * held)
+        mods = stages * max(codegen.tile_bytes(p.program, *sides) for sides in ((stepped, held), (held, stepped)))
+        scores = 2 * stepped * held * size
+        rest = max(scores, mods) if held >= 64 else scores + mods  # wgmma takes scores from registers
+        return size * (d + dv) * (held + stages * stepped) + rest
 
     def shared_bytes(self, plan: Plan) -> int:
         """Shared memory that a block takes, as `smem_bytes` counts it, of the two kernels the one that takes more."""
@@ -561,9 +580,9 @@ class TritonBackward:
         )
 
     def _dkdv(self, p: Problem, tile: Tile, shared: dict[str, Any], work: dict[str, torch.Tensor]) -> launch.Launch:
-        uneven = p.seqlen_q % tile.block_m != 0
+        uneven = p.seqlen_q % tile.block_m != 0 or p.seqlen_kv % tile.block_n != 0
         arguments = launch.PLAIN | shared | {
-            "MASKED": p.program.keep is not None, "BOUNDED": uneven,
+            "MASKED": codegen.masking(p.program, p.program.cols, always=True), "BOUNDED": uneven,
             "dk_ptr": work["dk"], "dv_ptr": work["dv"], "bad_kv_ptr": work["bad_kv"],
             "GAINS": "given" if self.gains else None,
             "dk_strides": launch.strides(work["dk"]), "dv_strides": launch.strides(work["dv"]),
@@ -574,8 +593,10 @@ class TritonBackward:
 
     def _dq(self, p: Problem, tile: Tile, shared: dict[str, Any], work: dict[str, torch.Tensor]) -> launch.Launch:
         uneven = p.seqlen_kv % tile.block_n != 0
+        # beyond 128 columns a branch makes the compiler wait for every single product
+        masked = codegen.masking(p.program, p.program.rows, uneven, always=max(p.dim, p.dim_v) > 128)
         arguments = launch.PLAIN | shared | {
-            "MASKED": uneven or p.program.keep is not None, "BOUNDED": uneven,
+            "MASKED": masked, "BOUNDED": uneven or p.seqlen_q % tile.block_m != 0,
             "dq_ptr": work["dq"], "dq_strides": launch.strides(work["dq"]), "bad_q_ptr": work["bad_q"],
             "sinks_ptr": work["sinks"], "GAINS": ("with sinks" if p.sinks else "summed") if self.gains else None,
             "ROWS": codegen.build(p.program).rows, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
@@ -587,8 +608,9 @@ class TritonBackward:
         assert p.bias_shape is not None
         block_m, block_n = min(tile.block_m, 64), min(tile.block_n, 64)
         over = tuple(n == 1 for n in p.bias_shape)
+        uneven = p.seqlen_q % block_m != 0 or p.seqlen_kv % block_n != 0
         arguments = shared | {
-            "dbias_ptr": work["dbias"], "OVER": over, "BLOCK_M": block_m, "BLOCK_N": block_n,
+            "dbias_ptr": work["dbias"], "BOUNDED": uneven, "OVER": over, "BLOCK_M": block_m, "BLOCK_N": block_n,
             "GAINS": "given" if self.gains else None,
         }  # fmt: skip
         grid = 1
@@ -632,11 +654,11 @@ class TritonBackward:
         in the last dim. `bad_q` and `bad_kv` mark the tiles to compute again."""
         dout = saved.dout.to(p.dtype)
         work = {"dout": dout if dout.stride(3) == 1 else dout.contiguous()}
-        work |= {"delta": torch.empty_like(saved.lse), "lse_log2": torch.empty_like(saved.lse)}
+        work |= {"delta": _rows(saved.lse), "lse_log2": _rows(saved.lse)}
         work |= {"dq": torch.empty_like(x.q), "dk": torch.empty_like(x.k), "dv": torch.empty_like(x.v)}
         work["dlse"] = work["delta"] if saved.dlse is None else saved.dlse.contiguous()
         work["bad_q"] = work["bad_kv"] = work["delta"]
-        work["gain"] = torch.empty_like(saved.lse) if self.gains else work["delta"]
+        work["gain"] = _rows(saved.lse) if self.gains else work["delta"]
         work["sinks"] = work["delta"] if x.sinks is None else x.sinks
         if self.marked(p):  # tiles have 16 rows at least
             for name, heads, length in (("bad_q", p.heads_q, p.seqlen_q), ("bad_kv", p.heads_kv, p.seqlen_kv)):

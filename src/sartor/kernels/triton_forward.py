@@ -29,7 +29,7 @@ if launch.available():
     import triton.language as tl
 
     from sartor.kernels.parts import codegen, products, tiles
-    from sartor.kernels.parts.bounds import tile_bounds
+    from sartor.kernels.parts.bounds import tile_bounds, valid
     from sartor.kernels.parts.maths import LN_2, LOG2_E
 
     @triton.jit
@@ -45,25 +45,26 @@ if launch.available():
         Only tiles outside [full_lo, full_hi) look at the mask."""
         m, l, acc = state
         o_m, o_kv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-        q_rows = i_m * BLOCK_M + o_m
+        q_rows = tl.minimum(i_m * BLOCK_M + o_m, seqlen_q - 1)  # for the mods
         q = products.load(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, CHUNKS, True, PRECISION)
         q_unit, k_units, v_units = units
         for start in tl.range(lo, hi, BLOCK_N, num_stages=1 if SAFE else None):
             k_rows = k_base + tl.cast(start, tl.int64) * k_stride
             v_rows = v_base + tl.cast(start, tl.int64) * v_stride
             kv = start + o_kv
+            key = valid(kv, seqlen_kv, BOUNDED)
             k = products.load(k_rows, o_kv, k_stride, seqlen_kv - start, DIM, CHUNKS, BOUNDED, PRECISION)
             s = products.dot_nt(q, k, CHUNKS, PRECISION)  # [M, D] @ [D, N] -> [M, N]
             s = products.times(s, q_unit, products.unit_of(k_units, start, PRECISION), PRECISION)
             if PRESCALE:
                 s = s * scale
             if SCORE is not None:
-                s = SCORE(s, b, h, q_rows[:, None], kv[None, :], aux, seqlen_q, seqlen_kv)
+                s = SCORE(s, b, h, q_rows[:, None], key[None, :], aux, seqlen_q, seqlen_kv)
             if MASKED:
-                if (start < full_lo) | (start + BLOCK_N > full_hi):
+                if (start < full_lo) | (start + BLOCK_N > full_hi) | (MASKED == 2):
                     keep = kv[None, :] < seqlen_kv
                     if KEEP is not None:
-                        keep = keep & KEEP(b, h, q_rows[:, None], kv[None, :], aux, seqlen_q, seqlen_kv)
+                        keep = keep & KEEP(b, h, q_rows[:, None], key[None, :], aux, seqlen_q, seqlen_kv)
                     s = tl.where(keep, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
             base = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows without a key so far
@@ -74,7 +75,7 @@ if launch.available():
             acc = tiles.scale_tile(acc, alpha[:, None], CHUNKS_V)
             if SAFE:
                 keep = tl.broadcast_to(kv[None, :] < seqlen_kv, w.shape)
-                keep = keep & KEEP(b, h, q_rows[:, None], kv[None, :], aux, seqlen_q, seqlen_kv)
+                keep = keep & KEEP(b, h, q_rows[:, None], key[None, :], aux, seqlen_q, seqlen_kv)
                 acc = tiles.add_attended(
                     acc, w, keep, v_base, start, v_stride, seqlen_kv, BLOCK_N, DIM_V, CHUNKS_V
                 )  # fmt: skip
@@ -232,10 +233,12 @@ class TritonForward:
                     yield Tile(block_m, block_n, warps, stages)
 
     def smem_bytes(self, p: Problem, block_m: int, block_n: int, stages: int) -> int:
-        """Upper estimate of shared memory: the q tile, and key and value tiles for every stage."""
+        """Upper estimate of shared memory: the q tile, and for every stage key and value tiles and what mods read."""
         size = p.dtype.itemsize
         d, dv = (sum(widths) for widths in (tiles.chunks(p.dim)[-1], tiles.wide_chunks(p.dim_v)[-1]))
-        return size * (block_m * d + stages * block_n * (d + dv)) + (block_m * block_n * size if stages == 1 else 0)
+        mods = stages * codegen.tile_bytes(p.program, block_m, block_n)
+        weights = block_m * block_n * size if stages == 1 else 0
+        return size * (block_m * d + stages * block_n * (d + dv)) + weights + mods
 
     def shared_bytes(self, plan: Plan) -> int:
         """Shared memory that a block takes, as `smem_bytes` counts it."""
@@ -266,7 +269,7 @@ class TritonForward:
             "q_strides": launch.strides(x.q, per), "k_strides": launch.strides(x.k, per),
             "v_strides": launch.strides(x.v, per), "out_strides": launch.strides(out, out_per),
             "ROWS": codegen.build(p.program).rows, "SINKS": x.sinks is not None,
-            "MASKED": uneven or p.program.keep is not None, "BOUNDED": uneven,
+            "MASKED": codegen.masking(p.program, p.program.rows, uneven), "BOUNDED": uneven,
             "DIM": p.dim, "DIM_V": p.dim_v, "CHUNKS": tiles.chunks(p.dim), "CHUNKS_V": tiles.wide_chunks(p.dim_v),
             "UNIT": per, "OUT_UNIT": out_per, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         }  # fmt: skip

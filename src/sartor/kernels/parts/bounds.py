@@ -7,6 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
+def valid(positions, length, BOUNDED: tl.constexpr):
+    """The positions, those past the end moved to the last one where there may be such: a mod can be looked up there."""
+    return tl.minimum(positions, length - 1) if BOUNDED else positions
+
+
+@triton.jit
 def tile_bounds(SPANS: tl.constexpr, b, h, positions, aux, seqlen_q, seqlen_kv, length, BLOCK: tl.constexpr):
     """(lo, hi, full_lo, full_hi), in elements along the other axis of `length`.
 

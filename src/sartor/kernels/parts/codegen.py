@@ -1,25 +1,27 @@
 """From a Program to Triton functions: the same expressions the reference evaluates, as source text.
 
 Each generated function takes (b, h, q, kv, aux, seqlen_q, seqlen_kv), loads the aux values it reads at that position
-and returns its expression. Positions may be scalars, vectors or broadcastable tiles; the text does not care.
+and returns its expression. Positions may be scalars, vectors or broadcastable tiles; the text does not care. They must
+be valid ones: a load without a mask can be as wide as its tensor's alignment allows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import linecache
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from sartor.kernels.parts import maths
-from sartor.mods.core import Program
+from sartor.mods.core import BIG, Program
 from sartor.mods.expr import Expr
 
 _POSITION = {"b": "b", "h": "h", "q": "q", "k": "kv"}
-_LIMIT = {"q": "(q < seqlen_q)", "k": "(kv < seqlen_kv)"}
 _FUNCTIONS = {"abs": "tl.abs", "maximum": "tl.maximum", "minimum": "tl.minimum", "where": "tl.where", "tanh": "tanh"}
 
 
@@ -67,15 +69,45 @@ def _load(i: int, pattern: str) -> str:
         return f"(aux[{i}] >> 2)"  # see aux_arguments
     if pattern == "one":
         return f"tl.load(aux[{i}][0])"
-    # 64-bit offsets: a bias alone may have more than 2^31 elements
-    steps, strides = [], 0
+    # strides times positions in 64 bits, a bias alone may have more than 2^31 elements; one at a time, in the order
+    # b, h, q, kv: what varies least is added up first, for the whole tile or for a row of it
+    steps, strides = f"aux[{i}][0]", 0
     for c in pattern:
-        step = f"tl.cast({_POSITION[c.lower()]}, tl.int64)"
         strides += c.islower()
-        steps.append(f"{step} * aux[{i}][{strides}]" if c.islower() else step)
-    limits = " & ".join(_LIMIT[c] for c in pattern.lower() if c in _LIMIT)
-    guard = f", mask={limits}, other=0" if limits else ""
-    return f"tl.load(aux[{i}][0] + {' + '.join(steps)}{guard})"
+        position = _POSITION[c.lower()]
+        steps += f" + tl.cast({position}, tl.int64) * aux[{i}][{strides}]" if c.islower() else f" + {position}"
+    return f"tl.load({steps})"
+
+
+@cache
+def _strided(pattern: str) -> tuple[int, ...]:
+    """Which of the four dims go with a stride."""
+    return () if pattern == "one" else tuple("bhqk".index(c) for c in pattern if c.islower())
+
+
+def masking(program: Program, spans: tuple[Expr, ...] | None, uneven: bool = False, always: bool = False) -> int:
+    """Which tiles look at the mask: 0 none, 1 the partial ones, 2 all, where `spans` never say that a tile is full.
+
+    Without a branch, what the mask loads is part of the pipeline. `always` takes all tiles as well where the mask is
+    arithmetic only: for kernels that a branch costs more.
+    """
+    if program.keep is None or spans is None:
+        return int(uneven)
+    full_lo, full_hi = (e.args[0] if e.op == "const" else None for e in spans[2:])
+    never = (full_lo is not None and full_lo >= BIG) or (full_hi is not None and full_hi <= 0)
+    loads = any(leaf.startswith("aux[") and program.aux[int(leaf[4:-1])].dtype for leaf in program.keep.leaves())
+    return 2 if never or (always and not loads) else 1
+
+
+def tile_bytes(program: Program, block_m: int, block_n: int) -> int:
+    """Bytes of the aux values that one tile of scores reads: what a pipeline stage holds of them."""
+    extent = {"q": block_m, "k": block_n}
+    total = 0
+    for a in program.aux:
+        if a.dtype:
+            size = getattr(torch, a.dtype.removeprefix("torch.")).itemsize
+            total += size * math.prod(extent.get(c, 1) for c in a.pattern.lower())
+    return total
 
 
 @cache
@@ -103,6 +135,6 @@ def aux_arguments(aux: tuple[Any, ...], program: Program) -> tuple[Any, ...]:
         elif spec.pattern == "f":
             result.append(value)
         else:
-            strides = dict(zip("bhqk", value.stride(), strict=True))
-            result.append((value, *(strides[c] for c in spec.pattern if c.islower() and spec.pattern != "one")))
+            strides = value.stride()
+            result.append((value, *[strides[i] for i in _strided(spec.pattern)]))
     return tuple(result)
