@@ -30,6 +30,7 @@ import triton
 from sartor.kernels.parts.lower import compile_for
 
 BATCH, LENGTH, HEADS = 4, 4096, 16
+DTYPES = {16: torch.bfloat16, 32: torch.float32}
 HOT = ("forward", "dkdv", "dq")
 ROWS = [json.loads(line) for line in (files("sartor.tuning") / "data" / "sm90.jsonl").read_text().splitlines()]
 OFTEN = (64, 80, 96, 128, 256)  # head dims whose rows every run compiles; `-m slow` compiles the others
@@ -59,7 +60,7 @@ def launches(kernel, call, tile, arch):
     x = Operands(call.q, call.k, call.v, call.sinks, aux_values(call))
     out = torch.empty((p.batch, p.seqlen_q, p.heads_q, p.dim_v), dtype=p.out_dtype, device="meta")
     lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), device="meta")
-    if kernel == "triton_forward":
+    if kernel.endswith("_forward"):
         steps = spec.launches(plan, x, out, lse)
     else:
         saved = Saved(out, lse, torch.empty_like(out), None)
@@ -94,14 +95,14 @@ def row_id(row):
 
 
 def marked(row):
-    return pytest.param(row, id=row_id(row), marks=() if row["dim"] in OFTEN else pytest.mark.slow)
+    often = OFTEN if row["bits"] == 16 else (64, 128)
+    return pytest.param(row, id=row_id(row), marks=() if row["dim"] in often else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
 def test_row_is_legal_and_found(row):
     """A tile the kernel allows, and the one that planning takes."""
-    dtype = {16: torch.bfloat16, 32: torch.float32}[row["bits"]]
-    call = call_of(row["dim"], row["mask"], dtype, row["dim_v"], row.get("keys", LENGTH))
+    call = call_of(row["dim"], row["mask"], DTYPES[row["bits"]], row["dim_v"], row.get("keys", LENGTH))
     p, spec = Problem.of(call), kernels.load(row["kernel"])
     tile = Tile.of(row["tile"])
     assert tile in set(spec.tiles(p, ARCHITECTURES[90])) or spec.fits(p, ARCHITECTURES[90], tile)
@@ -110,10 +111,10 @@ def test_row_is_legal_and_found(row):
     assert source.startswith("from sm90.jsonl:")
 
 
-@pytest.mark.parametrize("row", [marked(row) for row in ROWS if row["bits"] == 16])
+@pytest.mark.parametrize("row", [marked(row) for row in ROWS if row["bits"] == 16 or "fp32" in row["kernel"]])
 def test_row_compiles(row):
     """Without spills, with wgmma for every product, within the shared memory that the model foresees."""
-    call = call_of(row["dim"], row["mask"], dim_v=row["dim_v"])
+    call = call_of(row["dim"], row["mask"], DTYPES[row["bits"]], row["dim_v"])
     steps = launches(row["kernel"], call, Tile.of(row["tile"]), 90)
     total = 0
     for name in HOT:
@@ -187,6 +188,26 @@ def test_float32_with_mods(name, kernel):
             assert found.count("FFMA"), launch_name
             assert not found.count("HMMA"), launch_name
             assert not found.count("HGMMA"), launch_name
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("kernel", ["fp32_forward", "fp32_backward"])
+@pytest.mark.parametrize("name", ["bias", "sinks"])
+def test_pairs_with_mods(name, kernel, arch):
+    """float32 in pairs is on tensor cores; the second computation, from float32, is not."""
+    call = call_of(64, dtype=torch.float32, **MODS[name]())
+    tile, _ = table.lookup(kernels.load(kernel), Problem.of(call), ARCHITECTURES[arch])
+    steps = launches(kernel, call, tile, arch)
+    assert any(step.startswith("split ") for step in steps)
+    for launch_name in HOT:
+        if launch_name in steps:
+            first, again = (compiled(steps[n], arch) for n in (launch_name, f"{launch_name} exact"))
+            assert first.count("HGMMA" if arch == 90 else "HMMA"), launch_name
+            assert first.shared_bytes <= ARCHITECTURES[arch].smem_bytes, launch_name
+            assert again.count("FFMA"), launch_name
+            assert not again.count("HMMA"), launch_name
+            assert not again.count("HGMMA"), launch_name
+            assert again.shared_bytes <= ARCHITECTURES[arch].smem_bytes, launch_name
 
 
 @pytest.mark.parametrize("kind", ["bias", "bias by head", "bool"])

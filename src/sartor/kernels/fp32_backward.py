@@ -39,13 +39,14 @@ class Fp32Backward(TritonBackward):
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first; the same measure for dk, dv and for dq."""
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
-        for stepped, held, warps in itertools.product((64, 32, 16, 128), (128, 64, 32, 16), (8, 4)):
+        steps, rows = ((16, 32), (64, 32, 16)) if max(d, dv) > 128 else ((64, 32, 16, 128), (128, 64, 32, 16))
+        for stepped, held, warps in itertools.product(steps, rows, (8, 4)):
             registers = held * (d + dv + min(max(d, dv), 128) + 2 * stepped) // (32 * warps)  # a thread
             if registers > 250 or held < 4 * warps or max(held, stepped) > MOST_ROWS:
                 continue
-            if dev.arch >= 90 and held < 64 and max(d, dv) <= 128:
+            if 90 <= dev.arch < 120 and held < 64 and max(d, dv) <= 128:
                 continue  # wgmma multiplies 64 rows at a time
-            for stages in (2, 1, 3):
+            for stages in (2, 3, 1):
                 if self.smem_bytes(p, stepped, held, stages) <= launch.room(dev):
                     yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
 
@@ -82,7 +83,7 @@ class Fp32Backward(TritonBackward):
     def smem_bytes(self, p: Problem, stepped: int, held: int, stages: int) -> int:
         """Upper estimate of shared memory: pairs held and stepped over; score tiles stay in registers."""
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
-        return 4 * (d + dv) * (held + stages * stepped) + 4096
+        return 4 * (d + dv) * (held + stages * stepped) + 8192
 
     def marked(self, p: Problem) -> bool:
         """Always: what pairs do not do is computed again."""

@@ -58,11 +58,12 @@ class Fp32Forward(TritonForward):
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first."""
         wide = 16 * -(-max(p.dim, p.dim_v) // 16)
-        for block_m, block_n, warps in itertools.product((128, 64, 32, 16), (64, 32, 128, 16), (8, 4)):
-            accumulators = block_m * (wide + min(wide, 128) + 2 * block_n) // (32 * warps)  # registers a thread
-            if accumulators > 230 or block_m < 8 * warps:
+        rows, keys = ((64, 32, 16), (16, 32)) if wide > 128 else ((128, 64, 32, 16), (64, 32, 128, 16))
+        for block_m, block_n, warps in itertools.product(rows, keys, (8, 4)):
+            registers = block_m * (wide + min(wide, widest(wide)) + 2 * block_n) // (32 * warps)  # a thread
+            if registers > 230 or block_m < 8 * warps:
                 continue
-            if dev.arch >= 90 and block_m < 64:
+            if 90 <= dev.arch < 120 and block_m < 64:
                 continue  # wgmma multiplies 64 rows at a time
             for stages in (2, 3, 1):
                 if self.smem_bytes(p, block_m, block_n, stages) <= launch.room(dev):

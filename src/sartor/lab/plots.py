@@ -11,7 +11,7 @@ from sartor.lab.records import CEILINGS, Record
 
 COLOURS = {
     "sartor": "#d6294b", "eager": "#8c8c8c", "sdpa-math": "#b08d57", "sdpa": "#3b6fb6", "sdpa-flash": "#2a9d8f",
-    "sdpa-cudnn": "#5a4fcf", "sdpa-efficient": "#e39b2d", "flex": "#7a3b8f",
+    "tf32": "#4a9ac7", "sdpa-cudnn": "#5a4fcf", "sdpa-efficient": "#e39b2d", "flex": "#7a3b8f",
 }  # fmt: skip
 VARIANTS = ["#f08a9d", "#8f1330", "#f4b6a6", "#5e0d20", "#c7527f"]  # `sartor:<kernel>`, rungs, in order of appearance
 STYLE: dict[Any, Any] = {

@@ -100,6 +100,13 @@ def _sartor(kernel: str) -> Make:
 provider("sartor")(_sartor("auto"))
 
 
+@provider("tf32", lambda w, device: "" if w.dtype == "float32" else f"is for float32, got {w.dtype}")
+def _tf32(w: Workload, x: Inputs) -> Attend:
+    """Ours with `precision="tf32"`: what float32 costs when 10 bits will do."""
+    attend: Any = partial(sartor.attention, precision="tf32", **options(w, x))
+    return cast(Attend, attend)
+
+
 @provider("eager", lambda w, device: _too_big(w, device, copies=5))
 def _eager(w: Workload, x: Inputs) -> Attend:
     """softmax(q k^T) v in three steps, as a textbook writes it: every score in memory."""

@@ -16,7 +16,7 @@ from sartor.lab.workloads import MODES
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 GPU_KERNELS = ("triton", "hopper", "fp32")  # their evidence is made on a GPU; the others' by every test run
 VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "host")
-FILES = ("README.md", "docs/results.md", "docs/ladder.md")
+FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md")
 
 
 @dataclass(frozen=True)
