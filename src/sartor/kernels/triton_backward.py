@@ -87,18 +87,18 @@ if launch.available():
         x = s
         query, key = valid(q, seqlen_q, BOUNDED), valid(kv, seqlen_kv, BOUNDED)
         if SCORE is not None:
-            x = SCORE(s, b, h, query, key, aux, seqlen_q, seqlen_kv)
+            x = SCORE(s, b, h, query, key, aux)
         keep = (q < seqlen_q) & (kv < seqlen_kv)
         if SAFE:
             if KEEP is not None:
-                keep = keep & KEEP(b, h, query, key, aux, seqlen_q, seqlen_kv)
+                keep = keep & KEEP(b, h, query, key, aux)
             x = tl.where(keep, x, float("-inf"))
         elif MASKED:
             if partial:
                 if KEEP is None:
                     keep = (q < seqlen_q) & (kv < seqlen_kv)
                 else:
-                    keep = KEEP(b, h, query, key, aux, seqlen_q, seqlen_kv)
+                    keep = KEEP(b, h, query, key, aux)
                     if BOUNDED:
                         keep = keep & (q < seqlen_q) & (kv < seqlen_kv)
                 x = tl.where(keep, x, float("-inf"))
@@ -110,7 +110,7 @@ if launch.available():
         ds = w * (dp - delta)
         draw = ds
         if DSCORE is not None:
-            draw = ds * DSCORE(s, b, h, query, key, aux, seqlen_q, seqlen_kv)
+            draw = ds * DSCORE(s, b, h, query, key, aux)
         if SAFE:
             keep = tl.broadcast_to(keep, w.shape)
             w, ds, draw = tl.where(keep, w, 0.0), tl.where(keep, ds, 0.0), tl.where(keep, draw, 0.0)
@@ -207,7 +207,7 @@ if launch.available():
             dout_base = dout_ptr + (b64 * dout_strides[0] + tl.cast(h, tl.int64) * dout_strides[1]) * UNIT
             q_units = products.head_units(units, 0, b * heads_q + h, seqlen_q, PRECISION)
             dout_units = products.head_units(units, 3, b * heads_q + h, seqlen_q, PRECISION)
-            lo, hi, full_lo, full_hi = tile_bounds(COLS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_q, BLOCK_M)
+            lo, hi, full_lo, full_hi = tile_bounds(COLS, b, h, present, aux, seqlen_q, BLOCK_M)
             state = _sweep_queries(
                 state, lo, hi, full_lo, full_hi, k_base, v_base, k_stride, v_stride, q_base, dout_base,
                 lse_log2_ptr + rows, delta_ptr + rows, gain_ptr + rows, q_stride, dout_stride,
@@ -329,7 +329,7 @@ if launch.available():
         q_stride = products.row_stride(q_strides, UNIT, DIM, PRECISION)
         dout_stride = products.row_stride(dout_strides, UNIT, DIM_V, PRECISION)
         present = tl.minimum(q_rows, seqlen_q - 1)
-        lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_kv, BLOCK_N)
+        lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_kv, BLOCK_N)
 
         head_kv = b * (heads_q // group) + h // group
         q_units = products.head_units(units, 0, head, seqlen_q, PRECISION)

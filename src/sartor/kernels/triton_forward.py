@@ -59,12 +59,12 @@ if launch.available():
             if PRESCALE:
                 s = s * scale
             if SCORE is not None:
-                s = SCORE(s, b, h, q_rows[:, None], key[None, :], aux, seqlen_q, seqlen_kv)
+                s = SCORE(s, b, h, q_rows[:, None], key[None, :], aux)
             if MASKED:
                 if (start < full_lo) | (start + BLOCK_N > full_hi) | (MASKED == 2):
                     keep = kv[None, :] < seqlen_kv
                     if KEEP is not None:
-                        keep = keep & KEEP(b, h, q_rows[:, None], key[None, :], aux, seqlen_q, seqlen_kv)
+                        keep = keep & KEEP(b, h, q_rows[:, None], key[None, :], aux)
                     s = tl.where(keep, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
             base = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows without a key so far
@@ -75,7 +75,7 @@ if launch.available():
             acc = tiles.scale_tile(acc, alpha[:, None], CHUNKS_V)
             if SAFE:
                 keep = tl.broadcast_to(kv[None, :] < seqlen_kv, w.shape)
-                keep = keep & KEEP(b, h, q_rows[:, None], key[None, :], aux, seqlen_q, seqlen_kv)
+                keep = keep & KEEP(b, h, q_rows[:, None], key[None, :], aux)
                 acc = tiles.add_attended(
                     acc, w, keep, v_base, start, v_stride, seqlen_kv, BLOCK_N, DIM_V, CHUNKS_V
                 )  # fmt: skip
@@ -133,7 +133,7 @@ if launch.available():
         o_m = tl.arange(0, BLOCK_M)
         q_rows = i_m * BLOCK_M + o_m
         present = tl.minimum(q_rows, seqlen_q - 1)
-        lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_q, seqlen_kv, seqlen_kv, BLOCK_N)
+        lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_kv, BLOCK_N)
         head_kv = b * (heads_q // group) + h // group
         q_units = products.head_units(units, 0, head, seqlen_q, PRECISION)
         k_units = products.head_units(units, 1, head_kv, seqlen_kv, PRECISION)

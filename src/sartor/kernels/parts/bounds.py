@@ -13,7 +13,7 @@ def valid(positions, length, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def tile_bounds(SPANS: tl.constexpr, b, h, positions, aux, seqlen_q, seqlen_kv, length, BLOCK: tl.constexpr):
+def tile_bounds(SPANS: tl.constexpr, b, h, positions, aux, length, BLOCK: tl.constexpr):
     """(lo, hi, full_lo, full_hi), in elements along the other axis of `length`.
 
     Tiles outside [lo, hi) are empty; those inside [full_lo, full_hi) are full; both full bounds and lo are multiples of
@@ -25,7 +25,7 @@ def tile_bounds(SPANS: tl.constexpr, b, h, positions, aux, seqlen_q, seqlen_kv, 
         full_lo = 0
         full_hi = length // BLOCK * BLOCK
     else:
-        row_lo, row_hi, row_full_lo, row_full_hi = SPANS(b, h, positions, aux, seqlen_q, seqlen_kv)
+        row_lo, row_hi, row_full_lo, row_full_hi = SPANS(b, h, positions, aux)
         hi = tl.minimum(tl.maximum(tl.max(row_hi, 0), 0), length)
         lo = tl.minimum(tl.maximum(tl.min(row_lo, 0), 0), hi) // BLOCK * BLOCK
         full_lo = tl.maximum(tl.cdiv(tl.maximum(tl.max(row_full_lo, 0), 0), BLOCK) * BLOCK, lo)

@@ -1,6 +1,6 @@
 """From a Program to Triton functions: the same expressions the reference evaluates, as source text.
 
-Each generated function takes (b, h, q, kv, aux, seqlen_q, seqlen_kv), loads the aux values it reads at that position
+Each generated function takes (b, h, q, kv, aux), loads the aux values it reads at that position
 and returns its expression. Positions may be scalars, vectors or broadcastable tiles; the text does not care. They must
 be valid ones: a load without a mask can be as wide as its tensor's alignment allows.
 """
@@ -52,7 +52,7 @@ def source(program: Program) -> str:
 
 def _function(name: str, arguments: str, exprs: tuple[Expr, ...], program: Program, spread: str) -> str:
     reads = sorted({int(leaf[4:-1]) for e in exprs for leaf in e.leaves() if leaf.startswith("aux[")})
-    lines = ["@triton.jit", f"def {name}({arguments}, aux, seqlen_q, seqlen_kv):"]
+    lines = ["@triton.jit", f"def {name}({arguments}, aux):"]
     lines += [f"    a{i} = {_load(i, program.aux[i].pattern)}" for i in reads]
     results = [f"{e.text(_leaf, _FUNCTIONS)}{spread}" for e in exprs]
     return "\n".join([*lines, f"    return {', '.join(results)}"])
