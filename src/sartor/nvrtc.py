@@ -1,10 +1,10 @@
 """CUDA C++ at run time: compile with NVRTC, keep the result on disk, load and launch it.
 
-NVRTC and its Python binding come with a CUDA build of torch (or `pip install "cuda-core[cu13]"`); where they are missing,
-`missing()` says so. A cubin on disk is named by a hash of everything it depends on: the text with every header it
-includes, macros, options, architecture, compiler. Files are written whole and renamed into place, so processes may
-share the folder; a file that fails its checksum is made again, and a folder that cannot be written costs a compile per
-process, nothing else.
+NVRTC and its Python binding come with a CUDA build of torch (or `pip install "cuda-core[cu13]"`); where they are
+missing, `missing()` says so. A cubin on disk is named by a hash of everything it depends on: the text with all headers it
+includes, macros, architecture, compiler. Files are written whole and renamed into place, so processes may share the
+folder; a file that fails its checksum is made again, and a folder that cannot be written costs a compile per process,
+nothing else.
 """
 
 from __future__ import annotations
@@ -62,14 +62,7 @@ class Binary:
 
     def sass(self, kernel: str = "") -> str:
         """Machine code as text, of one kernel or all. Raises FileNotFoundError where no disassembler is installed."""
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self.cubin)
-            file.flush()
-            only = ["-fun", kernel] if kernel else []
-            done = subprocess.run(
-                [disassembler(), "-sass", *only, file.name], capture_output=True, text=True, check=True
-            )
-        return done.stdout
+        return _cuobjdump(self.cubin, "-sass", *(["-fun", kernel] if kernel else []))
 
 
 @cache
@@ -177,9 +170,10 @@ def _compile(source: str, arch: str, macros: list[tuple[str, str]], include: Pat
     try:
         code = Program(source, "c++", options).compile("cubin", logs=log).code
     except Exception as error:
-        raise CompileError(f"{name} for {arch} with {dict(macros)} does not compile:\n{error}\n{log.getvalue()}") from error
+        message = f"{name} for {arch} with {dict(macros)} does not compile:\n{error}\n{log.getvalue()}"
+        raise CompileError(message) from error
     text = log.getvalue().replace("\0", "").strip()
-    return Binary(bytes(code), text, arch, _resources(text))
+    return Binary(bytes(code), text, arch, _resources(text) or _resources_of(bytes(code)))
 
 
 def _resources(log: str) -> dict[str, Resources]:
@@ -197,6 +191,27 @@ def _resources(log: str) -> dict[str, Resources]:
             number(r"Used (\d+) registers"), spilled, number(r"(\d+) bytes stack frame"), number(r"(\d+) bytes smem")
         )
     return found
+
+
+def _resources_of(cubin: bytes) -> dict[str, Resources]:
+    """The same from the machine code, where the compiler reports nothing: what is on the stack counts as spilled."""
+    try:
+        text = _cuobjdump(cubin, "-res-usage")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return {}
+    pattern = r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
+    return {
+        name: Resources(int(registers), int(stack) + int(local), int(stack), int(shared))
+        for name, registers, stack, shared, local in re.findall(pattern, text)
+    }
+
+
+def _cuobjdump(cubin: bytes, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [disassembler(), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _read(file: Path) -> Binary | None:

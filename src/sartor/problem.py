@@ -88,6 +88,7 @@ class Problem:
     kernel: str = "auto"
     copies: tuple[str, ...] = ()
     out_like_q: bool = False  # out has the shape, dtype and memory of q
+    rows_on_16_bytes: bool = True  # every row of q, k and v starts on a multiple of 16 bytes
 
     @classmethod
     def of(cls, call: Call) -> Problem:
@@ -115,6 +116,7 @@ class Problem:
             tuple(n for n, t in dense.items() if t.stride(3) != 1 and t.shape[3] > 1),
             call.out_dtype in (None, call.q.dtype) and d == dv
             and (call.q.is_contiguous() or call.q.transpose(1, 2).is_contiguous()),
+            all(_rows_on_16_bytes(t) for t in dense.values()),
         )  # fmt: skip
         return problem, template
 
@@ -152,6 +154,16 @@ def mask_class(p: Problem) -> str:
     if keep is None:
         return "full" if score is None else "score"
     return "band" if p.mask_name in ("causal", "window") and score is None else "mods"
+
+
+def _rows_on_16_bytes(t: torch.Tensor) -> bool:
+    """Of the tensor, or of the dense copy that is made of it."""
+    size = t.element_size()
+    if t.stride(3) != 1 and t.shape[3] > 1:
+        return t.shape[3] * size % 16 == 0
+    plain = type(t) in (torch.Tensor, torch.nn.Parameter)  # others, fake ones among them, may have no address
+    address = t.data_ptr() if plain else int(t.storage_offset()) * size
+    return address % 16 == 0 and all(t.stride(i) * size % 16 == 0 for i in range(3) if t.shape[i] > 1)
 
 
 def default_scale(dim: int) -> float:

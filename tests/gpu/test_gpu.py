@@ -1,4 +1,4 @@
-"""The Triton kernels on CUDA, forward and backward, within their budgets of the float64 reference.
+"""Triton's kernels and those "auto" takes on CUDA, forward and backward, within budgets of the float64 reference.
 
 Problems share dims, dtypes and programs wherever the test allows it: each new combination is a few compilations.
 """
@@ -6,6 +6,7 @@ Problems share dims, dtypes and programs wherever the test allows it: each new c
 from __future__ import annotations
 
 import math
+import sys
 import threading
 
 import pytest
@@ -21,6 +22,15 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DIMS = (1, 8, 17, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 1000, 1024)
 ALIGNS = (True, "top_left")
+family = "triton"  # the kernels under test
+
+
+@pytest.fixture(autouse=True, params=["triton", "auto"])
+def of_every_family(request, monkeypatch):
+    """Every test runs on the portable kernels, and on those made for this GPU."""
+    if request.param == "auto" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("auto takes the portable kernels here")
+    monkeypatch.setattr(sys.modules[__name__], "family", request.param)
 
 
 def inputs(b=2, hq=4, hkv=2, sq=130, skv=190, d=64, dv=None, dtype=BF16, seed=0, **rest):
@@ -29,13 +39,13 @@ def inputs(b=2, hq=4, hkv=2, sq=130, skv=190, d=64, dv=None, dtype=BF16, seed=0,
 
 
 def verify(*qkv, **options):
-    return testing.verify(*qkv, kernel="triton", **options)
+    return testing.verify(*qkv, kernel=family, **options)
 
 
 def forward_and_gradients(q, k, v, dout=None, **options):
     """out, lse, dq, dk, dv."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, lse = sartor.attention(*leaves, return_lse=True, kernel="triton", **options)
+    out, lse = sartor.attention(*leaves, return_lse=True, kernel=family, **options)
     grads = torch.autograd.grad(out, leaves, torch.ones_like(out) if dout is None else dout)
     return (out.detach(), lse.detach(), *grads)
 
@@ -84,7 +94,7 @@ def test_groups(group):
 def test_tf32():
     """The cheaper products of float32 inputs have at most PyTorch's error with them."""
     q, k, v = inputs(dtype=FP32)
-    out = sartor.attention(q, k, v, precision="tf32", kernel="triton")
+    out = sartor.attention(q, k, v, precision="tf32", kernel=family)
     exact, _ = testing.reference(q, k, v)
     before = torch.backends.cuda.matmul.allow_tf32
     try:
@@ -97,7 +107,7 @@ def test_tf32():
 
 def test_out_dtype():
     q, k, v = inputs()
-    assert sartor.attention(q, k, v, out_dtype=FP32, kernel="triton").dtype == FP32
+    assert sartor.attention(q, k, v, out_dtype=FP32, kernel=family).dtype == FP32
     verify(q, k, v, out_dtype=FP32)
 
 
@@ -227,7 +237,7 @@ def test_G03():
     q, k, v = inputs(sq=190)
     q, other = q.abs() + 0.1, k.clone()
     k[:, -1], other[:, -1] = 1e4, 0
-    a, b = (sartor.attention(q, t, v, causal=True, kernel="triton") for t in (k, other))
+    a, b = (sartor.attention(q, t, v, causal=True, kernel=family) for t in (k, other))
     assert torch.equal(a[:, :-1], b[:, :-1])
 
 
@@ -319,7 +329,7 @@ def test_G09():
 def test_G10():
     q, k, v = inputs()
     halves = [
-        sartor.attention(q, k[:, part], v[:, part], return_lse=True, out_dtype=FP32, kernel="triton")
+        sartor.attention(q, k[:, part], v[:, part], return_lse=True, out_dtype=FP32, kernel=family)
         for part in (slice(0, 100), slice(100, None))
     ]
     out, lse = sartor.merge_states(*halves[0], *halves[1])
@@ -355,7 +365,7 @@ def test_H01_expanded():
     q, k, v = inputs(hkv=4)
     leaves = [q.requires_grad_(), k[:1, :, :1].clone().requires_grad_(), v[:1, :, :1].clone().requires_grad_()]
     whole = [leaves[0], *(t.expand(2, 190, 4, 64) for t in leaves[1:])]
-    out = sartor.attention(*whole, kernel="triton")
+    out = sartor.attention(*whole, kernel=family)
     dout = testing.make_like(out)
     got = torch.autograd.grad(out, leaves, dout)
     plain = [t.detach().contiguous() for t in whole]
@@ -390,7 +400,7 @@ def test_H03():
 def test_H04():
     x = inputs(hq=4, hkv=4, sq=190)[1]
     leaf = x.clone().requires_grad_()
-    out = sartor.attention(leaf, leaf, leaf, causal=True, kernel="triton")
+    out = sartor.attention(leaf, leaf, leaf, causal=True, kernel=family)
     dout = testing.make_like(x)
     (got,) = torch.autograd.grad(out, leaf, dout)
     tables = [f(x, x, x, dout, causal=True) for f in (testing.reference_gradients, testing.low_precision_gradients)]
@@ -404,7 +414,7 @@ def test_H04():
 
 def test_I01():
     q, k, v = inputs(sq=1000, skv=1000)
-    first, *rest = (sartor.attention(q, k, v, causal=True, return_lse=True, kernel="triton") for _ in range(100))
+    first, *rest = (sartor.attention(q, k, v, causal=True, return_lse=True, kernel=family) for _ in range(100))
     assert all(equal(first, other) for other in rest)
 
 
@@ -482,7 +492,7 @@ def test_J02(case):
     torch._dynamo.reset()
     options = {} if case == "plain" else {"causal": True, "softcap": 2.0, "mask": mods.prefix(150)}
     q, k, v = inputs(requires_grad=True)
-    call = lambda q, k, v: sartor.attention(q * 1, k, v, return_lse=True, kernel="triton", **options)  # noqa: E731
+    call = lambda q, k, v: sartor.attention(q * 1, k, v, return_lse=True, kernel=family, **options)  # noqa: E731
     results = []
     for function in (call, torch.compile(call, fullgraph=True)):
         out, lse = function(q, k, v)
@@ -492,11 +502,11 @@ def test_J02(case):
 
 def test_J03():
     torch._dynamo.reset()
-    call = torch.compile(lambda q, k, v: sartor.attention(q, k, v, causal=True, kernel="triton"), fullgraph=True)
+    call = torch.compile(lambda q, k, v: sartor.attention(q, k, v, causal=True, kernel=family), fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=False, recompile_limit=4):
         for n in (64, 65, 100, 129, 200, 333):
             q, k, v = inputs(sq=n, skv=n)
-            assert torch.equal(call(q, k, v), sartor.attention(q, k, v, causal=True, kernel="triton"))
+            assert torch.equal(call(q, k, v), sartor.attention(q, k, v, causal=True, kernel=family))
 
 
 @pytest.mark.parametrize("name", ["window", "all", "prefix_tensor"])
@@ -507,7 +517,7 @@ def test_J04(name):
     dout = torch.ones_like(leaves[0])
 
     def step():
-        out, lse = sartor.attention(*leaves, return_lse=True, kernel="triton", **options)
+        out, lse = sartor.attention(*leaves, return_lse=True, kernel=family, **options)
         return [out, lse, *torch.autograd.grad(out, leaves, dout)]
 
     side = torch.cuda.Stream()
@@ -532,7 +542,7 @@ def test_J04(name):
 def test_J06():
     q, k, v = (t.requires_grad_() for t in inputs(dtype=FP32))
     with torch.autocast("cuda", BF16):
-        out = sartor.attention(q, k, v, kernel="triton")
+        out = sartor.attention(q, k, v, kernel=family)
     assert out.dtype == BF16
     assert all(g.dtype == FP32 for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
 
@@ -542,10 +552,10 @@ def test_J07():
     plain = forward_and_gradients(q, k, v)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
-            assert torch.equal(sartor.attention(q, k, v, kernel="triton"), plain[0])
+            assert torch.equal(sartor.attention(q, k, v, kernel=family), plain[0])
     for i in range(3):
         leaves = [t.clone().requires_grad_(i == n) for n, t in enumerate((q, k, v))]
-        out = sartor.attention(*leaves, kernel="triton")
+        out = sartor.attention(*leaves, kernel=family)
         (g,) = torch.autograd.grad(out, leaves[i], torch.ones_like(out))
         assert torch.equal(g, plain[2 + i])
 
@@ -553,7 +563,7 @@ def test_J07():
 def test_J08():
     q, k, v = inputs(requires_grad=True)
     late = k * 1
-    out = sartor.attention(q, late, v, kernel="triton")
+    out = sartor.attention(q, late, v, kernel=family)
     late.add_(1)
     with pytest.raises(RuntimeError, match="inplace"):
         out.sum().backward()
@@ -569,10 +579,10 @@ def test_J15(name):
         for warm in (True, False):
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("default" if warm else "error")
-            out = sartor.attention(*leaves, kernel="triton", **options)
+            out = sartor.attention(*leaves, kernel=family, **options)
             torch.autograd.grad(out, leaves, dout)
             with torch.no_grad():
-                sartor.attention(*leaves, kernel="triton", **options)
+                sartor.attention(*leaves, kernel=family, **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -627,7 +637,7 @@ def test_H06():
     q, k, v = inputs(b=1, hq=4, hkv=4, sq=n, skv=64, d=128)
     assert q.numel() > 2**31
     q.requires_grad_()
-    out, lse = sartor.attention(q, k, v, return_lse=True, kernel="triton")
+    out, lse = sartor.attention(q, k, v, return_lse=True, kernel=family)
     dout = testing.make_like(out[:, :64]).repeat(1, -(-n // 64), 1, 1)[:, :n]
     (dq,) = torch.autograd.grad(out, q, dout)
     for rows in (slice(0, 64), slice(n // 2, n // 2 + 64), slice(n - 64, n)):
@@ -683,7 +693,7 @@ def test_H10():
     n = 2**17 + 3
     q, k, v = inputs(b=1, hq=2, hkv=1, sq=n, skv=n)
     q.requires_grad_()
-    out, lse = sartor.attention(q, k, v, causal=True, return_lse=True, kernel="triton")
+    out, lse = sartor.attention(q, k, v, causal=True, return_lse=True, kernel=family)
     dout = testing.make_like(out)
     (dq,) = torch.autograd.grad(out, q, dout)
     for i in (0, 1, 4095, 2**16, 2**17, n - 1):
@@ -700,7 +710,7 @@ def test_J13():
     base = torch.zeros(1, 1, 4, 64, dtype=BF16, device="cuda")
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            sartor.attention(base.expand(1, rows, 4, 64), base, base, kernel="triton")
+            sartor.attention(base.expand(1, rows, 4, 64), base, base, kernel=family)
     finally:
         del hog
         torch.cuda.empty_cache()

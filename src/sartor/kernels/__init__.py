@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FORWARD = ("fp32_forward", "triton_forward", "torch_cpu", "blocked", "reference")
+FORWARD = ("hopper_forward", "fp32_forward", "triton_forward", "torch_cpu", "blocked", "reference")
 BACKWARD = ("fp32_backward", "triton_backward", "blocked_backward", "reference_backward")
 
 
@@ -27,12 +27,15 @@ def families() -> tuple[str, ...]:
 
 @cache
 def source_hash(name: str) -> str:
-    """Hash of the sources a kernel is made from: its own file, and for GPU kernels `parts/` and the code generator."""
+    """Hash of what a kernel is made from: its own files, and for GPU kernels the shelves and the code generator."""
     here = Path(__file__).parent
-    files = [here / f"{load(name).__module__.rsplit('.', 1)[-1]}.py"]
+    own = here / f"{load(name).__module__.rsplit('.', 1)[-1]}.py"
+    files = [own]
+    if own.with_suffix(".cuh").is_file():
+        files += [*sorted(here.glob("hopper*.cuh")), *sorted((here / "cuda").glob("*.*")), here.parent / "nvrtc.py"]
     if name.startswith("fp32"):  # the Triton kernel of the same pass, on split operands
-        files.append(here / f"{name.replace('fp32', 'triton')}.py")
-    if name.startswith(("triton", "fp32")):
+        files.append(here / f"triton_{name.rsplit('_', 1)[-1]}.py")
+    if name.startswith(("triton", "fp32", "hopper")):
         files += [*sorted((here / "parts").glob("*.py")), here.parent / "mods" / "expr.py"]
     digest = hashlib.sha256()
     for file in files:

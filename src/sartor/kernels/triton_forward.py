@@ -186,8 +186,6 @@ if launch.available():
                         scale, factor, KEEP, ROWS, SCORE, PRESCALE, SINKS, PRECISION, MASKED, BOUNDED,
                         DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, SAFE,
                     )  # fmt: skip
-                    if SAFE:
-                        tl.store(bad_ptr + again, 0)  # hopper_forward.py keeps its marks from call to call
         else:
             _forward_tile(
                 tile, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,

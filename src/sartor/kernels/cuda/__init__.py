@@ -1,0 +1,1 @@
+"""Device-side shelves that the CUDA kernels share, and the text they are generated with."""

@@ -1,0 +1,126 @@
+"""From a Program to CUDA C++: the same expressions the reference evaluates, as source text.
+
+The text defines `Aux` (what the mods read), `AUX_PARAMETERS` and `AUX_VALUES` (its way through a kernel's signature),
+and `keep`, `rows`, `score`, each taking (b, h, q, kv, x, n) with x the Aux and n the lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sartor.mods.core import Program
+from sartor.mods.expr import Expr
+
+_TYPES = {
+    "torch.float32": "float", "torch.float64": "double", "torch.bool": "bool", "torch.uint8": "u8",
+    "torch.int8": "signed char", "torch.int16": "short", "torch.int32": "int", "torch.int64": "i64",
+    "torch.float16": "u16", "torch.bfloat16": "u16",
+}  # fmt: skip
+_WIDEN = {"torch.float16": "Half16<false>::widen", "torch.bfloat16": "Half16<true>::widen", "torch.float64": "float"}
+_CALLS = {
+    "/": "divide", "//": "floor_divide", "%": "modulo", "invert": "invert", "abs": "absolute",
+    "maximum": "maximum", "minimum": "minimum", "tanh": "tanh_exact", "where": "where",
+}  # fmt: skip
+_LIMITS = {"q": "imin(q, n.seqlen_q - 1)", "k": "imin(kv, n.seqlen_kv - 1)"}
+NUMBERS = {"n": ("int", "i"), "f": ("float", "f")}
+
+
+def source(program: Program) -> str:
+    """The generated text; an empty program has an empty Aux."""
+    fields = [field for i in range(len(program.aux)) for field in _fields(program, i)]
+    lines = ["struct Aux {", *(f"  {kind} {name};" for kind, name in fields), "};"]
+    lines += ["#define AUX_PARAMETERS " + "".join(f", {kind} {name}" for kind, name in fields)]
+    lines += ["#define AUX_VALUES " + ", ".join(name for _, name in fields)]
+    position = "int b, int h, int q"
+    rest = "const Aux& x, const Shape& n"
+    if program.keep is not None and program.rows is not None:
+        lines += [f"DEVICE bool keep({position}, int kv, {rest}) {{ return {_text(program.keep, program)}; }}"]
+        values = ", ".join(f"int({_text(e, program)})" for e in program.rows)
+        lines += [f"DEVICE Span rows({position}, {rest}) {{ return {{{values}}}; }}"]
+    if program.score is not None:
+        value = _text(program.score, program)
+        lines += [f"DEVICE float score(float s, {position}, int kv, {rest}) {{ return {value}; }}"]
+    return "\n".join([*lines, ""])
+
+
+def is_interval(program: Program) -> bool:
+    """Whether a row attends to exactly [lo, hi): the interval it attends within is the one it attends to all of."""
+    if program.rows is None:
+        return False
+    lo, hi, full_lo, full_hi = (e.text() for e in program.rows)
+    return lo == full_lo and hi == full_hi
+
+
+def has_lower_end(program: Program) -> bool:
+    """Whether the interval of a row may begin after the first key."""
+    return program.rows is not None and program.rows[0].text() != "0"
+
+
+def signature(program: Program) -> str:
+    """Letters of the kernel parameters that carry the aux values, as `nvrtc.Kernel` takes them."""
+    return "".join(
+        NUMBERS[a.pattern][1] if a.pattern in NUMBERS else "P" + "q" * len(_strided(a.pattern)) for a in program.aux
+    )
+
+
+def arguments(aux: tuple[Any, ...], program: Program) -> tuple[Any, ...]:
+    """Aux values in the order of `signature`."""
+    values: list[Any] = []
+    for value, spec in zip(aux, program.aux, strict=True):
+        if isinstance(value, torch.Tensor):
+            strides = dict(zip("bhqk", value.stride(), strict=True))
+            values += [value.data_ptr(), *(strides[c] for c in _strided(spec.pattern))]
+        else:
+            values.append(value)
+    return tuple(values)
+
+
+def _strided(pattern: str) -> str:
+    return "" if pattern == "one" else "".join(c for c in pattern if c.islower())
+
+
+def _fields(program: Program, i: int) -> list[tuple[str, str]]:
+    spec = program.aux[i]
+    if spec.pattern in NUMBERS:
+        return [(NUMBERS[spec.pattern][0], f"a{i}")]
+    pointer = (f"const {_TYPES[spec.dtype]}* __restrict__", f"a{i}")
+    return [pointer, *(("i64", f"a{i}_{c}") for c in _strided(spec.pattern))]
+
+
+def _text(e: Expr, program: Program) -> str:
+    if e.op == "const":
+        value = e.args[0]
+        return str(value).lower() if isinstance(value, bool) else _number(value)
+    if e.op == "sym":
+        return str(e.args[0])
+    if e.op == "aux":
+        return _read(e.args[0], program)
+    parts = [_text(a, program) for a in e.args]
+    if e.op in _CALLS:
+        return f"{_CALLS[e.op]}({', '.join(parts)})"
+    return f"(-{parts[0]})" if e.op == "neg" else f"({parts[0]} {e.op} {parts[1]})"
+
+
+def _number(value: int | float) -> str:
+    if isinstance(value, int):
+        return str(value) if abs(value) < 2**31 else f"{value}ll"
+    if value != value:
+        return "(INF - INF)"
+    return f"{'-' if value < 0 else ''}INF" if abs(value) == float("inf") else f"{value!r}f"
+
+
+def _read(i: int, program: Program) -> str:
+    spec = program.aux[i]
+    if spec.pattern in NUMBERS:
+        return f"x.a{i}"
+    if spec.pattern == "one":
+        place = "0"
+    else:
+        steps = []
+        for c in spec.pattern:
+            position = _LIMITS.get(c.lower(), c.lower())
+            steps.append(f"i64({position}) * x.a{i}_{c}" if c.islower() else position)
+        place = " + ".join(steps)
+    return f"{_WIDEN.get(spec.dtype, '')}(x.a{i}[{place}])"

@@ -1,0 +1,276 @@
+// What the Hopper forwards share: shared memory, the scheduler, the loader, and a warpgroup's place, mask and output.
+//
+// The kernel that includes this has named its tiles, QTile, KTile and VTile, and its measure in macros: DIM_V, COLUMNS
+// (of the output, at most DIM_V), GROUPS (consumer warpgroups), BLOCK_N (keys a tile), STAGES_K, STAGES_V, Q_BUFFERS,
+// ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval has a lower end), SCORE, PRESCALE,
+// SINKS, BALANCED, RAGGED (the last key tile is not full), WIDE (float32 output), BF16.
+#pragma once
+#include "cuda/expressions.cuh"
+#include "cuda/wgmma.cuh"
+
+constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
+using Half = Half16<BF16>;
+using Part = Slice<ROWS>;
+using Job = Work<GROUPS>;
+
+struct Tensors {
+  const TensorMap *q, *k, *v;
+  void* out;         // (batch, heads, seqlen_q, COLUMNS) by strides, in elements
+  i64 out_batch, out_head, out_row;
+  float* lse;        // (batch, heads, seqlen_q)
+  const float* sinks;  // (heads,)
+  int* work;         // [next tile, blocks that are done, -, -]
+};
+
+// ---- shared memory: tiles first, then pairs of barriers (full, empty), then jobs
+constexpr int AT_K = Q_BUFFERS * GROUPS * QTile::bytes, AT_V = AT_K + STAGES_K * KTile::bytes;
+constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
+constexpr int AT_JOBS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + 2 + Q_BUFFERS * GROUPS);
+
+struct Rings {
+  Ring<STAGES_K> k;
+  Ring<STAGES_V> v;
+  Ring<2> jobs;
+  Ring<Q_BUFFERS> q;
+  DEVICE Rings(u32 base, int group)
+      : k(base + AT_BARRIERS), v(k.bars + 16 * STAGES_K), jobs(v.bars + 16 * STAGES_V),
+        q(jobs.bars + 32 + 16 * Q_BUFFERS * group) {}
+
+  static DEVICE void init(u32 base) {  // by one thread
+    Rings rings(base, 0);
+    rings.k.init(4 * GROUPS), rings.v.init(4 * GROUPS), rings.jobs.init(4 * GROUPS + 1);
+    for (int g = 0; g < GROUPS; g++) Rings(base, g).q.init(4);
+    barrier_publish();
+  }
+};
+
+// ---- the scheduler: one warp that finds the next query tile and its keys, a tile or two ahead of everybody
+DEVICE void describe(const Place& at, u32 slot, const Shape& n, const Aux& x) {
+  const bool lead = (threadIdx.x & 31) == 0;
+  int lo = MASK ? n.seqlen_kv : 0, hi = MASK ? 0 : n.seqlen_kv;
+#pragma unroll 1
+  for (int g = 0; g < GROUPS; g++) {
+    int full_lo = 0, full_hi = n.seqlen_kv;
+    const Part part = Part::number(at.tile * GROUPS + g, n);
+#if MASK
+#pragma unroll 1
+    for (int row = threadIdx.x & 31; row < 64; row += 32) {
+      if (part.real(row, n)) {
+        const Span s = rows(at.batch, at.head * n.group + part.head(row), part.query(row), x, n);
+        lo = imin(lo, s.lo), hi = imax(hi, s.hi), full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
+      }
+    }
+    full_lo = warp_max(full_lo), full_hi = warp_min(full_hi);
+#endif
+    if (lead) {
+      shared_store(slot + Job::first_query(g), part.first_query), shared_store(slot + Job::first_head(g), part.first_head);
+      shared_store(slot + Job::full_begin(g), ceil_div(full_lo, BLOCK_N));
+      shared_store(slot + Job::full_end(g), imax(full_hi, 0) / BLOCK_N);
+    }
+  }
+  if (MASK) lo = warp_min(lo), hi = warp_max(hi);
+  hi = imin(imax(hi, 0), n.seqlen_kv), lo = imin(imax(lo, 0), hi);
+  const int begin = lo / BLOCK_N, end = imax(ceil_div(hi, BLOCK_N), begin + 1);  // at least one, if all of it is masked
+  if (lead) {
+    shared_store(slot + Job::batch, at.batch), shared_store(slot + Job::head, at.head);
+    shared_store(slot + Job::begin, begin), shared_store(slot + Job::end, end);
+  }
+}
+
+DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x) {
+  Ring<2> jobs = Rings(base, 0).jobs;
+  const bool lead = (threadIdx.x & 31) == 0;
+  int number = blockIdx.x;
+#pragma unroll 1
+  while (number < n.tiles) {
+    int next = number + gridDim.x;
+    if (BALANCED && lead) next = atomicAdd(t.work, 1) + gridDim.x;
+    jobs.await_empty();
+    describe(locate<BALANCED>(number, n), base + AT_JOBS + jobs.stage() * Job::bytes, n, x);
+    if (lead) barrier_arrive(jobs.full());
+    jobs.next();
+    number = __shfl_sync(ALL, next, 0);
+  }
+  jobs.await_empty();
+  if (lead) {
+    shared_store(base + AT_JOBS + jobs.stage() * Job::bytes, -1);
+    barrier_arrive(jobs.full());
+    if (BALANCED && atomicAdd(t.work + 1, 1) == int(gridDim.x) - 1) t.work[0] = t.work[1] = 0;  // as the next launch needs
+  }
+}
+
+// ---- the loader: one thread that orders tiles into shared memory as room comes free
+DEVICE void load(u32 base, const Tensors& t, const Shape& n) {
+  Rings rings(base, 0);
+#pragma unroll 1
+  while (true) {
+    rings.jobs.await_full();
+    const u32 slot = base + AT_JOBS + rings.jobs.stage() * Job::bytes;
+    const int batch = shared_load(slot + Job::batch), head = shared_load(slot + Job::head);
+    const int begin = shared_load(slot + Job::begin);
+    if (batch < 0) return;
+#pragma unroll 1
+    for (int j = shared_load(slot + Job::end) - 1, g = 0; j >= begin; j--) {
+      rings.k.await_empty();
+      KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, t.k, rings.k.full(), j * BLOCK_N, head, batch);
+      rings.k.next();
+#pragma unroll 1
+      for (; g < GROUPS; g++) {  // queries come after the first keys, whose place is free sooner
+        const u32 skip = 16 * Q_BUFFERS * g;  // the rings of all groups turn together
+        barrier_wait(rings.q.empty() + skip, rings.q.parity() ^ 1);
+        QTile::load(base + (g * Q_BUFFERS + rings.q.stage()) * QTile::bytes, t.q, rings.q.full() + skip,
+                    shared_load(slot + Job::first_query(g)), head * n.group + shared_load(slot + Job::first_head(g)), batch);
+      }
+      rings.v.await_empty();
+      VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, t.v, rings.v.full(), j * BLOCK_N, head, batch);
+      rings.v.next();
+    }
+    barrier_arrive(rings.jobs.empty());
+    rings.jobs.next();
+    rings.q.next();
+  }
+}
+
+// ---- a consumer warpgroup: what it knows of its query tile
+struct Worker {
+  const Tensors& t;
+  const Shape& n;
+  const Aux& x;
+  const u32 base;
+  const int group, lane, row;  // row: the first of this thread's two in its slice
+  Rings rings;
+  int batch, head, j, begin, full_begin, full_end;  // this query tile
+  Part part;
+
+  DEVICE Worker(const Tensors& t, const Shape& n, const Aux& x, u32 base, int group)
+      : t(t), n(n), x(x), base(base), group(group), lane(threadIdx.x & 31),
+        row(((threadIdx.x & 127) >> 5) * 16 + (lane >> 2)), rings(base, group) {}
+
+  DEVICE void release(u32 bar) const {
+    if (lane == 0) barrier_arrive(bar);
+  }
+  DEVICE void done_k() { release(rings.k.empty()), rings.k.next(); }
+  DEVICE void done_v() { release(rings.v.empty()), rings.v.next(); }
+
+  DEVICE bool next_job() {
+    rings.jobs.await_full();
+    const u32 slot = base + AT_JOBS + rings.jobs.stage() * Job::bytes;
+    auto read = [&](int at) { return __shfl_sync(ALL, shared_load(slot + at), 0); };
+    const int first = read(Job::batch);
+    if (first < 0) return false;
+    batch = first, head = read(Job::head), part = {read(Job::first_query(group)), read(Job::first_head(group))};
+    begin = read(Job::begin), j = read(Job::end) - 1;
+    full_begin = read(Job::full_begin(group)), full_end = read(Job::full_end(group));
+    __syncwarp();
+    release(rings.jobs.empty());
+    rings.jobs.next();
+    return true;
+  }
+
+  DEVICE u32 q_tile() const { return base + (group * Q_BUFFERS + rings.q.stage()) * QTile::bytes; }
+
+  // Scores as the softmax takes them: scaled and changed by the score function, -inf where masked
+  DEVICE void prepare(float (&s)[BLOCK_N / 2], float scale) const {
+    const int first = j * BLOCK_N + 2 * (lane & 3);
+#if SCORE || MASK
+    const int query[2] = {part.query(row), part.query(row + 8)};
+    const int heads[2] = {head * n.group + part.head(row), head * n.group + part.head(row + 8)};
+#endif
+#if SCORE
+    UNROLL for (int i = 0; i < BLOCK_N / 2; i++) {
+      const int r = i / 2 % 2, kv = first + i / 4 * 8 + i % 2;
+      s[i] = score(s[i] * scale, batch, heads[r], query[r], kv, x, n);
+    }
+#elif PRESCALE
+    UNROLL for (int i = 0; i < BLOCK_N / 2; i++) s[i] *= scale;
+#endif
+    if ((!MASK && !RAGGED) || (j < full_end && (!LOWER || j >= full_begin))) return;
+#if MASK == 2
+    UNROLL for (int i = 0; i < BLOCK_N / 2; i++) {
+      const int r = i / 2 % 2, kv = first + i / 4 * 8 + i % 2;
+      if (!(kv < n.seqlen_kv && keep(batch, heads[r], query[r], kv, x, n))) s[i] = -INF;
+    }
+#else
+    int lo[2] = {0, 0}, hi[2] = {n.seqlen_kv, n.seqlen_kv};
+#if MASK
+    UNROLL for (int r = 0; r < 2; r++) {
+      const Span span = rows(batch, heads[r], query[r], x, n);
+      lo[r] = span.lo, hi[r] = imin(span.hi, n.seqlen_kv);
+    }
+#endif
+    UNROLL for (int r = 0; r < 2; r++) lo[r] -= first, hi[r] -= first;
+    UNROLL for (int i = 0; i < BLOCK_N / 2; i++) {
+      const int r = i / 2 % 2, offset = i / 4 * 8 + i % 2;
+      if (offset >= hi[r] || (LOWER && offset < lo[r])) s[i] = -INF;
+    }
+#endif
+  }
+
+  // What is left of a finished query tile: its place, its normalisers
+  struct Finished {
+    float inverse[2];
+    i64 place[2];
+    int mark[2];
+    bool real[2];
+  };
+  template <class Softmax> DEVICE Finished finish(Softmax& softmax, float factor) const {
+    Finished f;
+    i64 place[2];
+    float sink[2] = {-INF, -INF}, lse[2];
+    UNROLL for (int r = 0; r < 2; r++) {
+      const int query = part.query(row + 8 * r), in_batch = head * n.group + part.head(row + 8 * r);
+      const int flat = batch * n.heads_kv * n.group + in_batch;
+      f.real[r] = part.real(row + 8 * r, n);
+      f.place[r] = batch * t.out_batch + in_batch * t.out_head + query * t.out_row;
+      place[r] = i64(flat) * n.seqlen_q + query;
+      f.mark[r] = (flat + 1) * ceil_div(n.seqlen_q, 64) - 1 - query / 64;  // a head's last 64 queries first
+      if (SINKS && f.real[r]) sink[r] = t.sinks[in_batch];
+    }
+    softmax.finish(factor, sink, f.inverse, lse);
+    UNROLL for (int r = 0; r < 2; r++)
+      if (f.real[r] && (lane & 3) == 0) t.lse[place[r]] = lse[r];
+    return f;
+  }
+
+  DEVICE void store_row(const float (&o)[DIM_V / 2], int r, const Finished& f) const {
+    const int quarter = lane & 3;
+#if WIDE
+    float* to = static_cast<float*>(t.out) + f.place[r];
+    UNROLL for (int i = 0; i < ceil_div(COLUMNS, 8); i++) {
+      const int column = 8 * i + 2 * quarter;
+      const float2 both = make_float2(o[4 * i + 2 * r], o[4 * i + 2 * r + 1]);
+      if (COLUMNS % 2 == 0) {
+        if (f.real[r] && column < COLUMNS) *reinterpret_cast<float2*>(to + column) = both;
+      } else {
+        if (f.real[r] && column < COLUMNS) to[column] = both.x;
+        if (f.real[r] && column + 1 < COLUMNS) to[column + 1] = both.y;
+      }
+    }
+#else
+    constexpr int WHOLE = COLUMNS % 8 ? 0 : COLUMNS / 32;
+    u16* to = static_cast<u16*>(t.out) + f.place[r];
+    UNROLL for (int i = 0; i < WHOLE; i++) {  // four threads turn 4x4 words: 16 bytes each
+      u32 a[4];
+      UNROLL for (int b = 0; b < 4; b++) a[b] = Half::pack(o[16 * i + 4 * b + 2 * r], o[16 * i + 4 * b + 2 * r + 1]);
+      u32 y = quarter & 1 ? a[0] : a[1], z = quarter & 1 ? a[2] : a[3];
+      y = __shfl_xor_sync(ALL, y, 1), z = __shfl_xor_sync(ALL, z, 1);
+      if (quarter & 1) a[0] = y, a[2] = z; else a[1] = y, a[3] = z;
+      y = quarter & 2 ? a[0] : a[2], z = quarter & 2 ? a[1] : a[3];
+      y = __shfl_xor_sync(ALL, y, 2), z = __shfl_xor_sync(ALL, z, 2);
+      if (quarter & 2) a[0] = y, a[1] = z; else a[2] = y, a[3] = z;
+      if (f.real[r]) *reinterpret_cast<uint4*>(to + 32 * i + 8 * quarter) = make_uint4(a[0], a[1], a[2], a[3]);
+    }
+    UNROLL for (int i = 4 * WHOLE; i < ceil_div(COLUMNS, 8); i++) {
+      const u32 both = Half::pack(o[4 * i + 2 * r], o[4 * i + 2 * r + 1]);
+      const int column = 8 * i + 2 * quarter;
+      if (COLUMNS % 8 == 0) {
+        if (f.real[r]) *reinterpret_cast<u32*>(to + column) = both;
+      } else {
+        if (f.real[r] && column < COLUMNS) to[column] = u16(both);
+        if (f.real[r] && column + 1 < COLUMNS) to[column + 1] = u16(both >> 16);
+      }
+    }
+#endif
+  }
+};

@@ -1,0 +1,161 @@
+// What C++ cannot say on an NVIDIA GPU, one instruction a function: barriers, registers, conversions, exp2.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr float MOST = 3.4028234663852886e38f, LEAST = 1.1754943508222875e-38f;  // of normal numbers
+#define INF __int_as_float(0x7f800000)
+constexpr u32 ALL = 0xffffffffu;  // every lane of a warp
+
+
+
+DEVICE int imin(int a, int b) { return a < b ? a : b; }
+DEVICE int imax(int a, int b) { return a > b ? a : b; }
+DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+DEVICE u32 shared_address(const void* p) {
+  u32 address;
+  asm("{.reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t;}" : "=r"(address) : "l"(p));
+  return address;
+}
+
+// ---- mbarriers: counted arrivals and bytes; a wait names the parity of the phase it waits for the end of
+DEVICE void barrier_init(u32 bar, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
+}
+DEVICE void barrier_publish() {  // initialised barriers become visible to the copy engine
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+DEVICE void barrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+DEVICE void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+DEVICE void barrier_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE; bra WAIT; DONE:}" ::"r"(bar), "r"(parity) : "memory");
+}
+
+// A ring of stages in shared memory, each with a `full` and an `empty` barrier, 16 bytes a pair. One register counts two
+// turns of it: which stage, and the parity of the turn.
+template <int COUNT> struct Ring {
+  u32 bars;
+  int turn = 0;
+  DEVICE Ring(u32 at) : bars(at) {}
+  DEVICE int stage() const { return turn < COUNT ? turn : turn - COUNT; }
+  DEVICE int parity() const { return turn >= COUNT; }
+  DEVICE u32 full() const { return bars + 16 * stage(); }
+  DEVICE u32 empty() const { return bars + 16 * stage() + 8; }
+  DEVICE void init(int readers) const {
+    for (int i = 0; i < COUNT; i++) barrier_init(bars + 16 * i, 1), barrier_init(bars + 16 * i + 8, readers);
+  }
+  DEVICE void await_full() const { barrier_wait(full(), parity()); }
+  DEVICE void await_empty() const { barrier_wait(empty(), parity() ^ 1); }
+  DEVICE void next() { turn = turn == 2 * COUNT - 1 ? 0 : turn + 1; }
+};
+
+// ---- named barriers, and a vote of a warpgroup (128 threads) in one instruction
+DEVICE void group_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void group_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE bool group_any(int id, bool mine) {
+  u32 any = mine;
+  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %0, 0; bar.red.or.pred q, %1, 128, p; selp.u32 %0, 1, 0, q;}"
+               : "+r"(any) : "r"(id) : "memory");
+  return __any_sync(ALL, any);  // tells the compiler that the answer is uniform
+}
+
+// ---- registers
+template <int N> DEVICE void registers_fewer() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> DEVICE void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> DEVICE void pin(float (&x)[N]) {  // what an unfinished wgmma owns must not move across this
+  UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <int N> DEVICE void pin(u32 (&x)[N]) {
+  UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+// ---- shared memory
+DEVICE void shared_store(u32 address, int x) { asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+DEVICE int shared_load(u32 address) {
+  int x;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+DEVICE void load_matrix(u32 (&x)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
+}
+
+// ---- global memory, read at this very place and no later
+DEVICE float global_load(const float* p) {
+  float x;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p));
+  return x;
+}
+
+// ---- arithmetic
+DEVICE float power2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float logarithm2(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float larger(float a, float b) {  // NaN where either is
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+DEVICE bool finite(float x) { return fabsf(x) < INF; }
+DEVICE int warp_min(int x) {
+  int y;
+  asm volatile("redux.sync.min.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
+DEVICE int warp_max(int x) {
+  int y;
+  asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// ---- 16-bit floats: Half16<true> is bfloat16, Half16<false> float16
+template <bool BF16> struct Half16;
+template <> struct Half16<true> {
+  static DEVICE u32 pack(float low, float high) {
+    u32 x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+  }
+  static DEVICE float widen(u16 x) { return __int_as_float(u32(x) << 16); }
+};
+template <> struct Half16<false> {
+  static DEVICE u32 pack(float low, float high) {
+    u32 x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+  }
+  static DEVICE float widen(u16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+  }
+};
+
+// Two float32 as two pairs of float16: a = hi + lo, but for lo's rounding
+DEVICE void split(float a, float b, u32& hi, u32& lo) {
+  hi = Half16<false>::pack(a, b);
+  lo = Half16<false>::pack(a - Half16<false>::widen(u16(hi)), b - Half16<false>::widen(u16(hi >> 16)));
+}

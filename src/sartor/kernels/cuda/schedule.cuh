@@ -1,0 +1,47 @@
+// Who computes what. Work is a tile of queries that share a key head; a tile is GROUPS slices of 64 rows, one a consumer
+// warpgroup; a slice is ROWS queries of 64 / ROWS heads (one head, unless the queries are few and heads share keys).
+#pragma once
+#include "cuda/ptx.cuh"
+#include "cuda/tma.cuh"
+
+struct Shape { int heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section; };
+
+template <int ROWS> struct Slice {
+  static constexpr int heads = 64 / ROWS;
+  int first_query, first_head;  // head: of those that share the key head
+
+  static DEVICE Slice number(int index, const Shape& n) {
+    const int slots = ceil_div(n.group, heads), block = index / slots;
+    return {block * ROWS, (index - block * slots) * heads};
+  }
+  DEVICE int query(int row) const { return ROWS == 64 ? first_query + row : first_query + row % ROWS; }
+  DEVICE int head(int row) const { return ROWS == 64 ? first_head : first_head + row / ROWS; }
+  DEVICE bool real(int row, const Shape& n) const { return query(row) < n.seqlen_q && (ROWS == 64 || head(row) < n.group); }
+};
+
+// What everybody is told of a tile, in shared memory, by byte offsets: its place (batch -1: there is no more), its keys in
+// key tiles [begin, end), and for slice g where it is and which key tiles, [full_begin, full_end), need no mask in it
+template <int GROUPS> struct Work {
+  static constexpr int batch = 0, head = 4, begin = 8, end = 12, bytes = 16 + 16 * GROUPS;
+  static DEVICE int first_query(int g) { return 16 + 16 * g; }
+  static DEVICE int first_head(int g) { return 20 + 16 * g; }
+  static DEVICE int full_begin(int g) { return 24 + 16 * g; }
+  static DEVICE int full_end(int g) { return 28 + 16 * g; }
+};
+
+// Where tile number `number` lies. BALANCED takes the longest first over a section of heads whose keys fit the L2 cache;
+// otherwise the tiles of a head are neighbours.
+struct Place { int batch, head, tile; };
+template <bool BALANCED> DEVICE Place locate(int number, const Shape& n) {
+  int flat, tile;
+  if (BALANCED) {
+    const int heads = n.tiles / n.tiles_head, first = number / (n.tiles_head * n.section) * n.section;
+    const int width = imin(n.section, heads - first), left = number - first * n.tiles_head;
+    tile = n.tiles_head - 1 - left / width;
+    flat = first + left % width;
+  } else {
+    flat = number / n.tiles_head;
+    tile = number - flat * n.tiles_head;
+  }
+  return {flat / n.heads_kv, flat % n.heads_kv, tile};
+}

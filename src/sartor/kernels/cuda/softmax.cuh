@@ -1,0 +1,177 @@
+// The softmax of one warpgroup's tile: 64 rows, N keys. A thread holds two rows, eight apart, and of every eight keys
+// the two from 2 * (lane % 4): s[4 * i + e] is row e / 2 and key 8 * i + 2 * (lane % 4) + e % 2.
+#pragma once
+#include "cuda/ptx.cuh"
+
+// The largest of this thread's scores of row r; the largest of four threads
+template <int M> DEVICE float tile_max(const float (&s)[M], int r) {
+  float a = fmaxf(s[2 * r], s[2 * r + 1]), b = -INF;
+  UNROLL for (int i = 1; i < M / 4; i++) {
+    float& into = i % 2 ? b : a;
+    into = fmaxf(into, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+  }
+  return fmaxf(a, b);
+}
+DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
+  return fmaxf(x, __shfl_xor_sync(ALL, x, 2));
+}
+DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(ALL, x, 1);
+  return x + __shfl_xor_sync(ALL, x, 2);
+}
+
+// A row's weights are 2^(factor * s - reference). The reference comes from the row's first tile and is kept while the
+// weights stay in range (docs/numerics.md, "Speculation"), so later tiles need no maximum.
+struct Guess { float before[2]; bool wrong[2]; };  // of a thread's two rows: the sums before, and whether it failed
+
+template <int N, bool BF16> struct Softmax {
+  // bfloat16 weights have float32's range: a reference above the maximum leaves room for scores that grow. float16's
+  // have not.
+  static constexpr float margin = BF16 ? 30.f : 4.f, limit = BF16 ? 1.0995116e12f : 32768.f;
+  static constexpr float steep = 2048.f;  // references beyond this are too coarse to be subtracted after scaling
+
+  float top[2], reference[2], sum[2];
+
+  DEVICE void start(const float (&s)[N / 2], float factor) {
+    top[0] = top[1] = -MOST;
+    UNROLL for (int r = 0; r < 2; r++) top[r] = fmaxf(quad_max(tile_max(s, r)), -MOST);
+    UNROLL for (int r = 0; r < 2; r++) reference[r] = fmaf(top[r], factor, margin);
+    sum[0] = sum[1] = 0.f;
+  }
+
+  // Weights for scores, and their sums: the fast form, right where it says so
+  DEVICE Guess speculate(float (&s)[N / 2], float factor) {
+    float added[2] = {0.f, 0.f}, other[2] = {0.f, 0.f};
+    UNROLL for (int i = 0; i < N / 8; i++) {
+      UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e], factor, -reference[e / 2]));
+      float(&into)[2] = i % 2 ? other : added;
+      UNROLL for (int r = 0; r < 2; r++) into[r] += s[4 * i + 2 * r] + s[4 * i + 2 * r + 1];
+    }
+    Guess guess;
+    UNROLL for (int r = 0; r < 2; r++) {
+      added[r] += other[r];
+      guess.before[r] = sum[r];
+      guess.wrong[r] = !(added[r] <= limit) || fabsf(reference[r]) > steep;
+      sum[r] += added[r];
+    }
+    return guess;
+  }
+
+  // The same scores again, for rows whose guess was wrong: a higher maximum, exact weights, and what the output is to be
+  // multiplied with. The other rows get what they had: a row's result is its own, whatever its neighbours hold.
+  DEVICE void correct(float (&s)[N / 2], float factor, const Guess& guess, float (&shrink)[2]) {
+    UNROLL for (int r = 0; r < 2; r++) {
+      bool wrong = guess.wrong[r];
+      wrong |= __shfl_xor_sync(ALL, wrong, 1);
+      wrong |= __shfl_xor_sync(ALL, wrong, 2);
+      const float most = quad_max(tile_max(s, r)), higher = wrong ? fmaxf(most, top[r]) : top[r];
+      shrink[r] = power2((top[r] - higher) * factor);
+      top[r] = higher;
+      float added = 0.f;
+      UNROLL for (int i = 0; i < N / 8; i++) {
+        UNROLL for (int e = 2 * r; e < 2 * r + 2; e++) {
+          const float x = s[4 * i + e];
+          s[4 * i + e] = power2(wrong ? fmaf(x - higher, factor, -margin) : fmaf(x, factor, -reference[r]));
+          added += s[4 * i + e];
+        }
+      }
+      if (wrong) sum[r] = fmaf(guess.before[r], shrink[r], added), reference[r] = fmaf(higher, factor, margin);
+    }
+  }
+
+  // The exact form for all rows, right for every score
+  DEVICE void weigh(float (&s)[N / 2], float factor) {
+    UNROLL for (int i = 0; i < N / 8; i++) {
+      UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e] - top[e / 2], factor, -margin));
+      UNROLL for (int r = 0; r < 2; r++) sum[r] += s[4 * i + 2 * r] + s[4 * i + 2 * r + 1];
+    }
+  }
+
+  // Normaliser and natural-log lse of each row; `sink` is one more logit, -inf for none
+  DEVICE void finish(float factor, const float (&sink)[2], float (&inverse)[2], float (&lse)[2]) {
+    UNROLL for (int r = 0; r < 2; r++) {
+      float l = sum[r];
+      l += __shfl_xor_sync(ALL, l, 1);
+      l += __shfl_xor_sync(ALL, l, 2);
+      float base = fmaf(top[r], factor, margin);
+      const float highest = fmaxf(fmaxf(base, sink[r] * LOG2_E), -MOST), shrink = power2(base - highest);
+      l = l * shrink + power2(sink[r] * LOG2_E - highest);
+      inverse[r] = l == 0.f ? 0.f : shrink / l;
+      lse[r] = l == 0.f ? -INF : (highest + logarithm2(l)) * LN_2;
+    }
+  }
+
+};
+
+// The online softmax (Milakov and Gimelshein 2018) whose reference moves only when a maximum has grown a lot: a warp
+// votes. Scores are s * unit, weights 2^(s * unit * factor - reference), which float16 can hold with bits to spare below.
+template <int N> struct Online {
+  static constexpr float margin = 7.f, limit = 15.f;  // log2 of a new maximum's weight, and of the largest
+  static constexpr float steep = 1048576.f;           // beyond, references are too coarse
+
+  const float natural;  // what the scores are multiplied with in lse
+  float top[2], sum[2];
+
+  DEVICE Online(float natural) : natural(natural) {}
+
+  DEVICE float reference(int r, float factor) const { return fmaxf(fmaf(top[r], factor, -margin), -MOST); }
+
+  DEVICE void start(const float (&s)[N / 2], float unit) {
+    UNROLL for (int r = 0; r < 2; r++) top[r] = fmaxf(quad_max(tile_max(s, r)) * unit, -MOST), sum[r] = 0.f;
+  }
+
+  // Whether the maxima grew, and then what the sums were, and the output is to be, multiplied with
+  DEVICE bool raise(const float (&s)[N / 2], float unit, float factor, float (&shrink)[2]) {
+    float most[2];
+    bool grew = false;
+    UNROLL for (int r = 0; r < 2; r++) {
+      most[r] = tile_max(s, r);
+      grew |= fmaf(most[r], unit * factor, -reference(r, factor)) > limit;
+    }
+    if (!__any_sync(ALL, grew)) return false;
+    UNROLL for (int r = 0; r < 2; r++) {
+      const float before = reference(r, factor);
+      top[r] = fmaxf(quad_max(most[r]) * unit, top[r]);
+      shrink[r] = power2(before - reference(r, factor));
+      sum[r] *= shrink[r];
+    }
+    return true;
+  }
+
+  DEVICE void weigh(float (&s)[N / 2], float unit, float factor) {
+    const float from[2] = {reference(0, factor), reference(1, factor)}, by = unit * factor;
+    float added[2] = {0.f, 0.f}, other[2] = {0.f, 0.f};
+    UNROLL for (int i = 0; i < N / 8; i++) {
+      UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e], by, -from[e / 2]));
+      float(&into)[2] = i % 2 ? other : added;
+      UNROLL for (int r = 0; r < 2; r++) into[r] += s[4 * i + 2 * r] + s[4 * i + 2 * r + 1];
+    }
+    UNROLL for (int r = 0; r < 2; r++) sum[r] += added[r] + other[r];
+  }
+
+  // Normaliser and natural-log lse of each row; `sink` is one more logit, -inf for none
+  DEVICE void finish(float factor, const float (&sink)[2], float (&inverse)[2], float (&lse)[2]) {
+    UNROLL for (int r = 0; r < 2; r++) {
+      float l = quad_sum(sum[r]);
+      const float own = top[r] * natural, highest = fmaxf(fmaxf(own, sink[r]), -MOST);
+      const float excess = fmaf(top[r], factor, -reference(r, factor));  // the margin, but for the reference's rounding
+      const float shrink = l == 0.f ? 0.f : power2((own - highest) * LOG2_E - excess);
+      l = l * shrink + power2((sink[r] - highest) * LOG2_E);
+      inverse[r] = l == 0.f ? 0.f : shrink / l;
+      lse[r] = l == 0.f ? -INF : fmaf(logarithm2(l), LN_2, highest);
+    }
+  }
+
+  // Whether weights may be off by more than float32's: the scores are known to `noise` (products.unresolved, in units
+  // of what it allows), or the reference is coarse. The maximum itself is known to limit - margin.
+  DEVICE bool lost(int r, float factor, float noise) const {
+    const float score = fabsf(top[r] * factor);
+    return top[r] > -MOST && (score > steep || noise > fmaxf(score - (limit - margin), 1.f));
+  }
+};
+
+// A never-taken branch on `x`: without it ptxas moves the exponentials below the wait for the product that should hide them
+DEVICE void keep_here(float x, float never) {
+  if (x == never) asm volatile("st.shared.f32 [%0], %1;" ::"r"(0), "f"(x) : "memory");
+}

@@ -1,0 +1,26 @@
+// Warpgroup matrix products: ordering, shared-memory descriptors, operands. The instructions themselves, one struct
+// Wgmma<N> a width, are generated (wgmma.py): their operand lists depend on N.
+#pragma once
+#include "cuda/ptx.cuh"
+#include "cuda/tma.cuh"
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+
+// A descriptor's high word is constant for a layout; addresses are stepped with 32-bit adds on the low word.
+template <class Tile> DEVICE u64 descriptor(u32 low) {
+  constexpr u32 high = u32(Tile::layout << 30) | u32(8 * Tile::row_bytes >> 4);
+  u64 x;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(x) : "r"(low), "r"(high));
+  return x;
+}
+// low word for rows along the product's K dim (Q, K of Q K^T) ...
+DEVICE u32 along_k(u32 address) { return (16 >> 4 << 16) | (address >> 4); }
+// ... and for rows across it (V of P V), whose chunks of columns lie a chunk apart
+template <class Tile> DEVICE u32 across_k(u32 address) { return (u32(Tile::chunk_bytes >> 4) << 16) | (address >> 4); }
+// how far the k-th sixteen columns are, in descriptor units
+template <class Tile> DEVICE constexpr u32 step_k(int k) {
+  constexpr int per_chunk = Tile::row_bytes / 32;
+  return (k / per_chunk * Tile::chunk_bytes + k % per_chunk * 32) >> 4;
+}

@@ -1,0 +1,121 @@
+"""The Hopper forward as NVRTC compiles it here: no spills, no serialised products."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.resources import files
+
+import pytest
+import torch
+
+from sartor import kernels, mods, nvrtc
+from sartor.device import ARCHITECTURES
+from sartor.kernels.spec import Tile
+from sartor.problem import Call, Problem
+
+if nvrtc.missing():
+    pytest.skip(nvrtc.missing(), allow_module_level=True)
+
+DEVICE = ARCHITECTURES[90]
+SPEC = kernels.load("hopper_forward")
+ROWS = [json.loads(line) for line in (files("sartor.tuning") / "data" / "sm90.jsonl").read_text().splitlines()]
+ROWS = [row for row in ROWS if row["kernel"] == SPEC.name]
+NAMES = [f"{r['mask']}-{r['dim']}-{r.get('keys', '')}" for r in ROWS]
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def problem(dim=128, dim_v=None, heads=(4, 4), lengths=(1000, 1000), dtype=BF16, **options):
+    shapes = ((2, lengths[0], heads[0], dim), (2, lengths[1], heads[1], dim), (2, lengths[1], heads[1], dim_v or dim))
+    return Problem.of(Call(*(torch.empty(s, dtype=dtype, device="meta") for s in shapes), **options))
+
+
+def check(p, tile):
+    binary = SPEC.compile(p, tile)
+    assert set(binary.resources) == {"hopper_forward", *(["hopper_repair"] if p.program.keep is not None else [])}
+    for found in binary.resources.values():
+        assert (found.spill_bytes, found.stack_bytes) == (0, 0), binary.resources
+    assert "C75" not in binary.log  # what ptxas says of wgmma it has to serialise
+    return binary
+
+
+@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+def test_tuning_row(row):
+    p = problem(row["dim"], lengths=(4096, 4096), causal=row["mask"] == "band")
+    tile = Tile.of(row["tile"])
+    assert tile in list(SPEC.tiles(p, DEVICE))
+    check(p, tile)
+    if row["dim"] in (64, 128):
+        check(problem(row["dim"], causal=row["mask"] == "band"), tile)  # keys that fill no tile
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+FEATURES = {
+    "window": {"window": (100, 3)},
+    "top_left": {"causal": "top_left"},
+    "softcap": {"softcap": 20.0, "causal": True},
+    "alibi": {"alibi_slopes": meta(4)},
+    "bias": {"bias": meta(1, 4, 1000, 1000, dtype=BF16), "causal": True},
+    "mask": {"mask": meta(2, 1, 1000, 1000, dtype=torch.bool)},
+    "document": {"mask": mods.document(meta(2, 1000, dtype=torch.int64))},
+    "user": {"mask": mods.Mask(lambda b, h, q, kv, aux: (q // 3 + kv * h) % aux[0] != 1, (3,))},
+    "sinks": {"sinks": meta(4)},
+    "negative_scale": {"softmax_scale": -0.5},
+    "float32_out": {"out_dtype": torch.float32},
+    "float16": {"dtype": FP16},
+    "all": {
+        "causal": True, "window": (90, 0), "softcap": 3.0, "alibi_slopes": meta(4), "sinks": meta(4),
+        "bias": meta(4, 1000, 1000), "mask": meta(1000, dtype=torch.bool),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name):
+    p = problem(64, **FEATURES[name])
+    binary = SPEC.compile(p, next(iter(SPEC.tiles(p, DEVICE))))
+    assert "C75" not in binary.log
+
+
+@pytest.mark.parametrize("dim", [1, 8, 24, 40, 72, 88, 104, 136, 176, 200, 240, 256])
+def test_dims(dim):
+    check(problem(dim), next(iter(SPEC.tiles(problem(dim), DEVICE))))
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (64, 256), (40, 17)])
+def test_dim_v(dim, dim_v):
+    p = problem(dim, dim_v)
+    check(p, next(iter(SPEC.tiles(p, DEVICE))))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 5, 32, 64])
+def test_few_queries_share_a_slice(seqlen_q):
+    p = problem(128, heads=(8, 1), lengths=(seqlen_q, 1000))
+    check(p, next(iter(SPEC.tiles(p, DEVICE))))
+
+
+def test_products_are_wgmma():
+    binary = SPEC.compile(problem(), Tile(128, 128, 12, 5))
+    try:
+        sass = binary.sass()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert "HGMMA.64x128x16.F32.BF16" in sass
+    assert "UTMALDG.4D" in sass
+    assert not any(word in sass for word in ("STL", "LDL"))
+
+
+def test_reasons():
+    """Each thing the kernel cannot do is said, with both sides."""
+    p = problem()
+    for changed, words in (
+        ({"dtype": torch.float32}, "float16 or bfloat16"), ({"dim": 264}, "up to 256"),
+        ({"seqlen_kv": 0}, "0 keys"), ({"rows_on_16_bytes": False}, "16 bytes"),
+    ):  # fmt: skip
+        assert any(words in why for why in SPEC.why_not(replace(p, **changed), DEVICE))
+    assert "8.0" in SPEC.why_not(p, ARCHITECTURES[80])[0]
+    assert SPEC.why_not(p, DEVICE) == []
+    assert SPEC.why_not(replace(problem(33), rows_on_16_bytes=False), DEVICE) == []  # copied, once, with zeros
