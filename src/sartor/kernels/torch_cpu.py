@@ -1,7 +1,8 @@
 """PyTorch's fused CPU kernel, where it computes the same thing.
 
 What it gets wrong is refused or repaired here: with a causal mask it gives NaN for scales <= 0, and it multiplies
-masked values by 0, which a NaN survives. An empty problem ends the process (a division by 0).
+masked values by 0, which a NaN survives. A row whose scores are all NaN comes out 0 where a CPU's vectors are longer
+than the row. An empty problem ends the process (a division by 0).
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ class TorchCpu:
         )
         if repair:
             out = spoiled(out, *(_seen(kind, p.group) for kind in (v.isnan(), v == torch.inf, v == -torch.inf)))
+        lost = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)).isnan()  # every row sees the first key
+        if bool(lost.any()):
+            out, lse = torch.where(lost, torch.nan, out), torch.where(lost[..., 0], torch.nan, lse)
         return out.transpose(1, 2), lse.contiguous()
 
 
