@@ -1,4 +1,4 @@
-"""Every kernel that needs a GPU was verified on one from exactly its present sources, or is named as pending."""
+"""Kernels that need a GPU were verified on one from exactly their present sources, rungs measured, or are pending."""
 
 import json
 import re
@@ -6,7 +6,9 @@ import re
 import pytest
 
 from sartor import kernels
+from sartor.lab import ladder, records
 from sartor.lab.report import GPU_KERNELS
+from sartor.lab.rung import Rung
 from sartor.lab.suites import checkout
 
 ROOT = checkout()
@@ -28,6 +30,22 @@ def pending() -> set[str]:
     """Kernels named in a pending.md, with a reason."""
     texts = (path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*/pending.md"))
     return {name for text in texts for name in re.findall(r"^- (\w+): \S", text, re.MULTILINE)}
+
+
+def measured_rungs() -> set[tuple[str, str]]:
+    """(rung, hash) of the records of the ladder that are within their error budgets."""
+    files = (ROOT / "benchmarks" / "results").glob("*/ladder.jsonl")
+    found = [r for path in files for r in records.read(path) if r.err_max is not None and r.kernel_hash]
+    return {(r.provider, r.kernel_hash) for r in found if r.err_max <= r.err_budget}
+
+
+@pytest.mark.skipif(ROOT is None, reason="evidence lies in a checkout")
+@pytest.mark.parametrize("rung", ladder.load(), ids=lambda r: r.number)
+def test_rung_has_a_record_or_is_pending(rung: Rung) -> None:
+    assert f"rung{rung.number}" in pending() or (rung.provider, rung.source_hash()) in measured_rungs(), (
+        f"rung {rung.number} changed since it was measured: run `sartor ladder --record` on a GPU, or name it in"
+        f" pending.md as rung{rung.number}, with the reason"
+    )
 
 
 @pytest.mark.skipif(ROOT is None, reason="evidence lies in a checkout")

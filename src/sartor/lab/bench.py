@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import sartor
+from sartor.device import Device
 from sartor.errors import Unsupported
 from sartor.lab import accuracy, ladder, providers, roofline
 from sartor.lab.memory import peak_mib
@@ -108,7 +109,7 @@ def describe(record: Record, w: Workload, x: Inputs) -> None:
     """The plan and the kernel behind a record of Sartor or of a rung."""
     if record.base_provider == "rung":
         rung = ladder.find(record.provider.removeprefix("rung:"))
-        record.plan, record.kernel_hash = rung.plan(w), rung.source_hash()
+        record.plan, record.kernel_hash = rung.plan(w, Device.of(x.q.device)), rung.source_hash()
     if record.base_provider != "sartor":
         return
     kernel = record.provider.removeprefix("sartor:") if ":" in record.provider else "auto"

@@ -68,8 +68,10 @@ class Rung:
             digest.update(name.encode() + b"\0" + text.encode())
         return digest.hexdigest()[:16]
 
-    def plan(self, w: Workload) -> str:
+    def plan(self, w: Workload, device: Device) -> str:
         """How it is launched, in one line."""
+        if self.kernel:
+            return f"{self.path.stem} {self._walk(w, device).plan}"
         if not self.is_cuda:
             return self.path.stem
         size = self.geometry(w)
@@ -101,12 +103,15 @@ class Rung:
     def _product_why_not(self, w: Workload, device: Device) -> str:
         if not self.kernel:
             return ""
-        options: dict[str, Any] = {"layout": "bhsd", "causal": bool(w.pattern.causal), "kernel": self.kernel}
         try:
-            walk = sartor.explain(*meta(w), device=device, **options)
+            walk = self._walk(w, device)
         except ValueError as error:  # there is no such kernel
             return str(error)
         return "" if walk.plan else "; ".join(why[0] for why in walk.refused.values() if why)
+
+    def _walk(self, w: Workload, device: Device) -> Any:
+        options: dict[str, Any] = {"layout": "bhsd", "causal": bool(w.pattern.causal), "kernel": self.kernel}
+        return sartor.explain(*meta(w), device=device, **options)
 
     def names(self, w: Workload) -> dict[str, int]:
         """What the launch expressions may use: the problem and the parameters of its head dim."""
