@@ -63,8 +63,8 @@ class TorchCpu:
         )
         if repair:
             out = spoiled(out, *(_seen(kind, p.group) for kind in (v.isnan(), v == torch.inf, v == -torch.inf)))
-        lost = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)).isnan()  # every row sees the first key
-        if bool(lost.any()):
+        if bool((lse == 0).any()):  # as of a row of NaN scores; if it is one, so is its score of the first key
+            lost = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)).isnan()
             out, lse = torch.where(lost, torch.nan, out), torch.where(lost[..., 0], torch.nan, lse)
         return out.transpose(1, 2), lse.contiguous()
 
