@@ -70,7 +70,8 @@ def one(rung: Rung, records: list[Record]) -> Table:
     headers = ["problem", "ms", "TFLOP/s", "of SDPA", "of the ceiling"]
     headers += [f"vs rung {rung.before}" if rung.before else "vs the rung before", "largest error / budget"]
     made, reasons = Table("", headers, []), dict[str, None]()
-    for fits in PROBLEMS.values():
+    longest = max((r.seqlen_q for r in records if SWEEPS["warp-lengths"](r)), default=0)
+    for fits in (*PROBLEMS.values(), lambda r: SWEEPS["warp-lengths"](r) and r.seqlen_q == longest):
         group = [r for r in _measured(records) if fits(r)]
         for r in group:
             if r.provider == rung.provider:
