@@ -66,7 +66,8 @@ def _product(family: str, w: Workload, arch: int) -> Build:
     spec: Any = plan.kernel
     if hasattr(spec, "compile"):
         binary = spec.compile(plan.problem, plan.tile)
-        return _cuda(binary, next(iter(binary.resources)), spec.shared_bytes(plan))
+        largest = max(binary.resources, key=lambda name: binary.resources[name].registers)
+        return _cuda(binary, largest, spec.shared_bytes(plan))
     out, lse = torch.empty_like(q), q.new_empty((w.batch, w.heads_q, w.seqlen_q), dtype=torch.float32)
     step = next(s for s in spec.launches(plan, Operands(q, k, v), out, lse) if s.name == "forward")
     return _triton(step.kernel, step.arguments, step.tile.warps, step.tile.stages, arch=arch)
