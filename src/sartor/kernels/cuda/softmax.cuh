@@ -30,21 +30,33 @@ template <int N, bool BF16> struct Softmax {
   // have not.
   static constexpr float margin = BF16 ? 30.f : 4.f, limit = BF16 ? 1.0995116e12f : 32768.f;
   static constexpr float steep = 2048.f;  // references beyond this are too coarse to be subtracted after scaling
+  // A key whose weight is this many times all that came before leaves its row no other: its own weight has to be exact,
+  // a power of two, as it is after a correction. Below, rounding the normalised weights would cost as much.
+  static constexpr float dominant = BF16 ? 512.f : 4096.f;
 
-  float top[2], reference[2], sum[2];
+  float top[2], sum[2], bound[2];  // bound: of what a thread's weights of one tile may add up to
 
-  DEVICE void start(const float (&s)[N / 2], float factor) {
-    top[0] = top[1] = -MOST;
-    UNROLL for (int r = 0; r < 2; r++) top[r] = fmaxf(quad_max(tile_max(s, r)), -MOST);
-    UNROLL for (int r = 0; r < 2; r++) reference[r] = fmaf(top[r], factor, margin);
-    sum[0] = sum[1] = 0.f;
+  DEVICE float reference(int r, float factor) const { return fmaf(top[r], factor, margin); }
+  DEVICE float allowed(int r, float factor) const {
+    const float all = quad_sum(sum[r]);  // by every thread: a shuffle in a branch costs the compiler its uniform registers
+    return fabsf(reference(r, factor)) > steep ? -1.f : fminf(limit, dominant * all);
+  }
+
+  DEVICE void start(float (&s)[N / 2], float factor) {
+    UNROLL for (int r = 0; r < 2; r++) top[r] = fmaxf(quad_max(tile_max(s, r)), -MOST), sum[r] = 0.f;
+    UNROLL for (int i = 0; i < N / 8; i++) {
+      UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e] - top[e / 2], factor, -margin));
+      UNROLL for (int r = 0; r < 2; r++) sum[r] += s[4 * i + 2 * r] + s[4 * i + 2 * r + 1];
+    }
+    UNROLL for (int r = 0; r < 2; r++) bound[r] = allowed(r, factor);
   }
 
   // Weights for scores, and their sums: the fast form, right where it says so
   DEVICE Guess speculate(float (&s)[N / 2], float factor) {
     float added[2] = {0.f, 0.f}, other[2] = {0.f, 0.f};
+    const float from[2] = {-reference(0, factor), -reference(1, factor)};
     UNROLL for (int i = 0; i < N / 8; i++) {
-      UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e], factor, -reference[e / 2]));
+      UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e], factor, from[e / 2]));
       float(&into)[2] = i % 2 ? other : added;
       UNROLL for (int r = 0; r < 2; r++) into[r] += s[4 * i + 2 * r] + s[4 * i + 2 * r + 1];
     }
@@ -52,7 +64,7 @@ template <int N, bool BF16> struct Softmax {
     UNROLL for (int r = 0; r < 2; r++) {
       added[r] += other[r];
       guess.before[r] = sum[r];
-      guess.wrong[r] = !(added[r] <= limit) || fabsf(reference[r]) > steep;
+      guess.wrong[r] = !(added[r] <= bound[r]);
       sum[r] += added[r];
     }
     return guess;
@@ -66,42 +78,34 @@ template <int N, bool BF16> struct Softmax {
       wrong |= __shfl_xor_sync(ALL, wrong, 1);
       wrong |= __shfl_xor_sync(ALL, wrong, 2);
       const float most = quad_max(tile_max(s, r)), higher = wrong ? fmaxf(most, top[r]) : top[r];
+      const float from = -reference(r, factor);
       shrink[r] = power2((top[r] - higher) * factor);
-      top[r] = higher;
       float added = 0.f;
       UNROLL for (int i = 0; i < N / 8; i++) {
         UNROLL for (int e = 2 * r; e < 2 * r + 2; e++) {
           const float x = s[4 * i + e];
-          s[4 * i + e] = power2(wrong ? fmaf(x - higher, factor, -margin) : fmaf(x, factor, -reference[r]));
+          s[4 * i + e] = power2(wrong ? fmaf(x - higher, factor, -margin) : fmaf(x, factor, from));
           added += s[4 * i + e];
         }
       }
-      if (wrong) sum[r] = fmaf(guess.before[r], shrink[r], added), reference[r] = fmaf(higher, factor, margin);
-    }
-  }
-
-  // The exact form for all rows, right for every score
-  DEVICE void weigh(float (&s)[N / 2], float factor) {
-    UNROLL for (int i = 0; i < N / 8; i++) {
-      UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e] - top[e / 2], factor, -margin));
-      UNROLL for (int r = 0; r < 2; r++) sum[r] += s[4 * i + 2 * r] + s[4 * i + 2 * r + 1];
+      top[r] = higher;
+      if (wrong) sum[r] = fmaf(guess.before[r], shrink[r], added);
+      const float room = allowed(r, factor);
+      if (wrong) bound[r] = room;
     }
   }
 
   // Normaliser and natural-log lse of each row; `sink` is one more logit, -inf for none
   DEVICE void finish(float factor, const float (&sink)[2], float (&inverse)[2], float (&lse)[2]) {
     UNROLL for (int r = 0; r < 2; r++) {
-      float l = sum[r];
-      l += __shfl_xor_sync(ALL, l, 1);
-      l += __shfl_xor_sync(ALL, l, 2);
-      float base = fmaf(top[r], factor, margin);
+      float l = quad_sum(sum[r]);
+      const float base = fmaf(top[r], factor, margin);
       const float highest = fmaxf(fmaxf(base, sink[r] * LOG2_E), -MOST), shrink = power2(base - highest);
       l = l * shrink + power2(sink[r] * LOG2_E - highest);
       inverse[r] = l == 0.f ? 0.f : shrink / l;
       lse[r] = l == 0.f ? -INF : (highest + logarithm2(l)) * LN_2;
     }
   }
-
 };
 
 // The online softmax (Milakov and Gimelshein 2018) whose reference moves only when a maximum has grown a lot: a warp
