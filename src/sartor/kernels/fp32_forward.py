@@ -34,6 +34,8 @@ def reasons(p: Problem, dev: Device) -> list[str]:
         why.append(f"needs float32, got {p.dtype}")
     if p.precision != "ieee":
         why.append(f'needs precision "ieee", got {p.precision!r}')
+    if p.seqlen_kv == 1:
+        why.append("needs more than one key: the output of one is its value, to the bit")
     if max(p.dim, p.dim_v) > MOST_DIM:
         why.append(f"needs head dims <= {MOST_DIM}, got {p.dim} and {p.dim_v}")
     return why

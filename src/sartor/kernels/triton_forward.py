@@ -157,7 +157,8 @@ if launch.available():
         tl.store(lse_ptr + tl.cast(head, tl.int64) * seqlen_q + q_rows, lse, mask=q_rows < seqlen_q)
         if PRECISION == "pairs":
             k_unit = products.largest_unit(k_units, lo, hi)
-            lost = products.unresolved(state[0] * factor, q_unit, k_unit, scale, DIM)
+            top = state[0] * factor
+            lost = products.unresolved(top, q_unit, k_unit, scale, DIM) | products.huge(top)
             tl.store(bad_ptr + tile, tiles.has_nonfinite(out, CHUNKS_V) | tl.max(lost.to(tl.int32), 0))
         elif KEEP is not None and not SAFE:
             tl.store(bad_ptr + tile, tiles.has_nonfinite(out, CHUNKS_V))

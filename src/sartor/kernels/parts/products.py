@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sartor.kernels.parts.maths import LOG2_E, power_of_two
+from sartor.kernels.parts.maths import LOG2_E, finite, power_of_two
 from sartor.kernels.parts.split import SEGMENT
 from sartor.kernels.parts.tiles import count, load_tile
 
@@ -22,6 +22,7 @@ from sartor.kernels.parts.tiles import count, load_tile
 # in quadrature over a head dim and both operands a score is off by less than NOISE * sqrt(dim) units.
 NOISE = tl.constexpr(2.0**-10)
 RESOLVED = tl.constexpr(2.0**-22)  # what a score may be off by, or this share of the row's largest score
+HUGE = tl.constexpr(1024.0 * 1.4426950408889634)  # a score (log2) of which the last bit of float32 shows in its weight
 
 
 @triton.constexpr_function
@@ -150,6 +151,12 @@ def add_dot(acc, w, y, unit, CHUNKS: tl.constexpr, PRECISION: tl.constexpr, WEIG
             weights = rounded(w.to(y[i].dtype), PRECISION)
             result = result + (tl.dot(weights, part, acc[i], input_precision=PRECISION),)
     return result
+
+
+@triton.jit
+def huge(score):
+    """Whether a row's largest score (log2) is finite and beyond 1024, where pairs lack a bit or two of float32."""
+    return (tl.abs(score) > HUGE) & finite(score)
 
 
 @triton.jit
