@@ -76,14 +76,14 @@ def missing() -> str:
         if found is None:
             return f'needs NVRTC through {module}, which is not installed: pip install "cuda-core[cu13]"'
     try:
-        _compiler()
+        compiler()
     except Exception as error:  # the binding raises its own kinds, by version
         return f"needs NVRTC, whose library was not found: {str(error).splitlines()[0]}"
     return ""
 
 
 @cache
-def _compiler() -> str:
+def compiler() -> str:
     """NVRTC's version, down to the build where its wheel says it."""
     from cuda.bindings import nvrtc
 
@@ -146,7 +146,7 @@ def compile(
         raise CompileError(missing())
     macros = [(key, str(value)) for key, value in sorted((defines or {}).items())]
     texts = headers(source, include)
-    parts = json.dumps([source, sorted(texts.items()), macros, arch, _compiler(), FORMAT.decode()])
+    parts = json.dumps([source, sorted(texts.items()), macros, arch, compiler(), FORMAT.decode()])
     key = hashlib.sha256(parts.encode()).hexdigest()
     with _LOCKS.setdefault(key, threading.Lock()):  # dict.setdefault is atomic
         if key not in _BINARIES:

@@ -60,6 +60,14 @@ def _outlier(t: Tensor) -> Tensor:
     return t
 
 
+def _slope(q: Tensor, k: Tensor, v: Tensor, rise: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(b, h, s, d) tensors whose scores change by `rise` along the keys, at the default scale."""
+    q, k = q.clone(), k.clone()
+    q[..., 0] = 1
+    k[..., 0] = torch.linspace(0, rise * k.shape[-1] ** 0.5, k.shape[-2], device=k.device).to(k.dtype)
+    return q, k, v
+
+
 DATA: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]] = {
     "normal": lambda q, k, v: (q, k, v),
     "times8": lambda q, k, v: (8 * q, 8 * k, v),  # peaked softmax
@@ -67,6 +75,8 @@ DATA: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]
     "outlier_q": lambda q, k, v: (_outlier(q), k, v),  # one element of 1e4 in each head
     "outlier_k": lambda q, k, v: (q, _outlier(k), v),
     "outlier_v": lambda q, k, v: (q, k, _outlier(v)),
+    "rising": lambda q, k, v: _slope(q, k, v, 30.0),  # scores rise by 30 from the first key to the last
+    "falling": lambda q, k, v: _slope(q, k, v, -30.0),
     "channels_v": lambda q, k, v: (q, k, v * spread(v)),
     "channels": lambda q, k, v: (q * spread(q), k / spread(k), v * spread(v)),  # scores of ordinary size
 }

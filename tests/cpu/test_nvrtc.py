@@ -116,7 +116,7 @@ def test_missing_header():
 
 def test_missing_compiler_is_a_reason(monkeypatch):
     nvrtc.missing.cache_clear()
-    monkeypatch.setattr(nvrtc, "_compiler", lambda: (_ for _ in ()).throw(RuntimeError("no libnvrtc.so")))
+    monkeypatch.setattr(nvrtc, "compiler", lambda: (_ for _ in ()).throw(RuntimeError("no libnvrtc.so")))
     try:
         assert "no libnvrtc.so" in nvrtc.missing()
         with pytest.raises(nvrtc.CompileError, match=r"no libnvrtc\.so"):

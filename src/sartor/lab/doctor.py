@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 import sartor
+from sartor import nvrtc
 from sartor.device import Device
 from sartor.lab import check
 from sartor.lab.workloads import Workload
@@ -30,8 +31,10 @@ def examine() -> Iterator[Finding]:
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     yield _package("triton", "portable GPU kernels", (3, 5))
     yield _package("cuda-core", "kernels compiled by NVRTC", (0, 0))
+    yield Finding("NVRTC", nvrtc.missing() or nvrtc.compiler())
     for folder in caches():
-        yield Finding("cache", f"{_short(folder)}, {_mib(folder):.1f} MiB")
+        closed = "" if os.access(_standing(folder), os.W_OK) else ", which cannot be written"
+        yield Finding("cache", f"{_short(folder)}, {_mib(folder):.1f} MiB{closed}", None if not closed else False)
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -70,12 +73,16 @@ def caches() -> list[Path]:
     """Folders of compiled kernels: Triton's and ours."""
     home = Path.home()
     triton = Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
-    ours = Path(os.environ.get("SARTOR_CACHE_DIR", home / ".cache" / "sartor"))
-    return [triton, ours]
+    return [triton, nvrtc.cache_folder()]
 
 
 def _mib(folder: Path) -> float:
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / 2**20 if folder.is_dir() else 0.0
+
+
+def _standing(folder: Path) -> Path:
+    """The folder, or what there is of the way to it."""
+    return folder if folder.exists() else _standing(folder.parent)
 
 
 def _short(folder: Path) -> str:

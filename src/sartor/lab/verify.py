@@ -52,7 +52,7 @@ def run_tests(root: Path, limit_s: float, marker: str = "gpu and not slow") -> d
         xml = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-m", marker, "-q", "--maxfail=20", f"--junitxml={xml}"]
         if find_spec("xdist"):  # compiling takes most of the time, and it runs on the CPU
-            command += ["-n", str(min(8, os.cpu_count() or 1))]
+            command += ["-n", str(min(14, os.cpu_count() or 1))]
         try:
             done = subprocess.run(command, cwd=root, timeout=limit_s, capture_output=True, text=True, check=False)
         except subprocess.TimeoutExpired:
