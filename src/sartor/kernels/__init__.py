@@ -8,8 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FORWARD = ("hopper_forward", "fp32_forward", "triton_forward", "torch_cpu", "blocked", "reference")
+FORWARD = ("hopper_forward", "hopper_fp32", "fp32_forward", "triton_forward", "torch_cpu", "blocked", "reference")
 BACKWARD = ("fp32_backward", "triton_backward", "blocked_backward", "reference_backward")
+OTHERS = {  # kernels that are made from other kernels' files too
+    "hopper_fp32": ("hopper_forward", "fp32_forward", "triton_forward"),
+    "fp32_forward": ("triton_forward",),
+    "fp32_backward": ("triton_backward",),
+}
 
 
 @cache
@@ -33,8 +38,7 @@ def source_hash(name: str) -> str:
     files = [own]
     if own.with_suffix(".cuh").is_file():
         files += [*sorted(here.glob("hopper*.cuh")), *sorted((here / "cuda").glob("*.*")), here.parent / "nvrtc.py"]
-    if name.startswith("fp32"):  # the Triton kernel of the same pass, on split operands
-        files.append(here / f"triton_{name.rsplit('_', 1)[-1]}.py")
+    files += [here / f"{other}.py" for other in OTHERS.get(name, ())]
     if name.startswith(("triton", "fp32", "hopper")):
         files += [*sorted((here / "parts").glob("*.py")), here.parent / "mods" / "expr.py"]
     digest = hashlib.sha256()

@@ -112,7 +112,6 @@ template <int N, bool BF16> struct Softmax {
 // votes. Scores are s * unit, weights 2^(s * unit * factor - reference), which float16 can hold with bits to spare below.
 template <int N> struct Online {
   static constexpr float margin = 7.f, limit = 15.f;  // log2 of a new maximum's weight, and of the largest
-  static constexpr float steep = 1048576.f;           // beyond, references are too coarse
 
   const float natural;  // what the scores are multiplied with in lse
   float top[2], sum[2];
@@ -165,13 +164,6 @@ template <int N> struct Online {
       inverse[r] = l == 0.f ? 0.f : shrink / l;
       lse[r] = l == 0.f ? -INF : fmaf(logarithm2(l), LN_2, highest);
     }
-  }
-
-  // Whether weights may be off by more than float32's: the scores are known to `noise` (products.unresolved, in units
-  // of what it allows), or the reference is coarse. The maximum itself is known to limit - margin.
-  DEVICE bool lost(int r, float factor, float noise) const {
-    const float score = fabsf(top[r] * factor);
-    return top[r] > -MOST && (score > steep || noise > fmaxf(score - (limit - margin), 1.f));
   }
 };
 

@@ -1,0 +1,108 @@
+"""The Hopper kernel of float32 on CUDA: every tile, units that differ from segment to segment, what it marks.
+
+Features, budgets and errors against PyTorch's are in test_fp32.py, which takes this kernel where it can run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sartor import kernels, nvrtc, testing
+from sartor.device import Device
+from sartor.kernels.spec import Operands, Plan, Tile
+from sartor.problem import Call, Problem, aux_values
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not nvrtc.missing()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC")]
+
+SPEC = kernels.load("hopper_fp32") if HOPPER else None
+TILES = [(64, 64, 8, 4), (128, 64, 12, 4), (192, 64, 16, 6), (128, 128, 12, 4), (192, 32, 16, 3), (128, 16, 12, 2)]
+
+
+def inputs(b=2, hq=4, hkv=2, sq=700, skv=600, d=64, dv=None, seed=0):
+    return testing.make_inputs(b, hq, hkv, sq, skv, d, dv, torch.float32, "cuda", "bshd", seed)
+
+
+def plan_of(call, tile=None):
+    p, device = Problem.of(call), Device.of(torch.device("cuda"))
+    assert SPEC.why_not(p, device) == []
+    return Plan(SPEC, p, device, tile or next(iter(SPEC.tiles(p, device))), "test")
+
+
+def attend(call, plan=None):
+    """out and lse."""
+    return SPEC.run(plan or plan_of(call), Operands(call.q, call.k, call.v, call.sinks, aux_values(call)))
+
+
+def check(call, plan=None, limit=1e-6):
+    """Against float64, as relative norms: two roundings of float32 a term, and a score's."""
+    out, lse = attend(call, plan)
+    options = {"causal": call.causal, "softcap": call.softcap}
+    expected = testing.reference(call.q, call.k, call.v, layout="bshd", **options)
+    for found, exact in zip((out, lse), expected, strict=True):
+        assert (found.double() - exact).norm() <= limit * exact.norm()
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 5.0}], ids=str)
+def test_tiles(tile, options):
+    call = Call(*inputs(), **options)
+    check(call, plan_of(call, Tile.of(tile)))
+
+
+@pytest.mark.parametrize(
+    "dims", [(128, 128), (200, 40), (24, 120), (256, 16), (136, 136), (64, 160), (192, 192), (256, 256)], ids=str
+)
+def test_dims(dims):
+    check(Call(*inputs(d=dims[0], dv=dims[1]), causal=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_units_differ_from_segment_to_segment(dim):
+    """Scores that grow, values that shrink, by a thousand along the keys; 128 keys share a unit."""
+    q, k, v = inputs(skv=1000, d=dim)
+    grow = torch.logspace(-2, 1, 1000, device="cuda").view(1, -1, 1, 1)
+    check(Call(q, k * grow, v), limit=4e-6)
+    check(Call(q, k, v / grow))
+    check(Call(q * torch.logspace(-3, 1, 700, device="cuda").view(1, -1, 1, 1), k, v), limit=4e-6)
+
+
+@pytest.mark.parametrize("ends", [(0, 12), (12, 0)], ids=str)
+def test_maxima_that_grow_or_fall(ends):
+    q, k, v = inputs(sq=300, skv=1000)
+    check(Call(q, k * torch.linspace(*ends, 1000, device="cuda").view(1, -1, 1, 1), v), limit=4e-6)
+
+
+def test_scores_beyond_float16_and_references_beyond_float32():
+    """Marked, and computed again: scores of 1e11 are not resolved in pairs."""
+    q, k, v = inputs(sq=100, skv=200)
+    check(Call(3e5 * q, 3e5 * k, v), limit=1e-4)
+
+
+def test_streams_share_nothing():
+    call = Call(*inputs(), causal=True)
+    plan = plan_of(call)
+    expected = attend(call, plan)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for stream in streams * 3:
+        with torch.cuda.stream(stream):
+            found.append(attend(call, plan))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for pair in found for a, b in zip(pair, expected, strict=True))
+
+
+def test_portable_form_agrees():
+    """The two launches on pairs differ in the order of their sums and in nothing else."""
+    call = Call(*inputs(), causal=True)
+    out, lse = attend(call)
+    spec = kernels.load("fp32_forward")
+    plan = plan_of(call)
+    plan = replace(plan, kernel=spec, tile=next(iter(spec.tiles(plan.problem, plan.device))), cache={})
+    other, other_lse = spec.run(plan, Operands(call.q, call.k, call.v))
+    assert (out - other).norm() <= 1e-6 * out.norm()
+    assert (lse - other_lse).abs().max() <= 4e-6
