@@ -30,14 +30,14 @@ constexpr int CHUNKS = D / 8;  // pieces of 16 bytes in a row: what cp.async cop
 static_assert(BM == THREADS / 32 * 16, "a warp owns the 16 query rows of one mma");
 static_assert(BM % (THREADS / CHUNKS) == 0 && BN % (THREADS / CHUNKS) == 0, "a tile is copied in whole rounds");
 
-// The element at which a chunk of a row of a tile begins.
+// The byte at which a chunk of a row of a tile begins.
 __device__ __forceinline__ int at(int row, int chunk) {
-    return row * D + chunk * 8;
+    return row * D * 2 + chunk * 16;
 }
 
 // Starts copying rows first.. of one head's (n, D) to a tile of HEIGHT rows; rows from n on become zeros.
 template <int HEIGHT>
-__device__ __forceinline__ void load_tile(u16* smem, const u16* gmem, int first, int n) {
+__device__ __forceinline__ void load_tile(u32 smem, const u16* gmem, int first, int n) {
     const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
     const u16* source = gmem + (first + row) * D + chunk * 8;
 #pragma unroll
@@ -46,21 +46,21 @@ __device__ __forceinline__ void load_tile(u16* smem, const u16* gmem, int first,
 }
 
 // The 16 query rows of this warp as left operands.
-__device__ __forceinline__ void load_query(u32 (&q)[D / 16][4], const u16* q_smem) {
+__device__ __forceinline__ void load_query(u32 (&q)[D / 16][4], u32 q_smem) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
-    for (int d = 0; d < D / 16; d++) ldmatrix(q[d], shared_address(q_smem + at(warp * 16 + lane % 16, d * 2 + lane / 16)));
+    for (int d = 0; d < D / 16; d++) ldmatrix(q[d], q_smem + at(warp * 16 + lane % 16, d * 2 + lane / 16));
 }
 
 // s = q k^T: [16, D] @ [D, BN]. First all fragments of the tile, then all products.
-__device__ __forceinline__ void scores(float (&s)[BN / 8][4], const u32 (&q)[D / 16][4], const u16* k_smem) {
+__device__ __forceinline__ void scores(float (&s)[BN / 8][4], const u32 (&q)[D / 16][4], u32 k_smem) {
     const int lane = threadIdx.x % 32;
     u32 k[BN / 16][D / 16][4];
 #pragma unroll
     for (int i = 0; i < BN / 16; i++)
 #pragma unroll
         for (int d = 0; d < D / 16; d++)
-            ldmatrix(k[i][d], shared_address(k_smem + at(i * 16 + lane / 16 * 8 + lane % 8, d * 2 + lane / 8 % 2)));
+            ldmatrix(k[i][d], k_smem + at(i * 16 + lane / 16 * 8 + lane % 8, d * 2 + lane / 8 % 2));
 #pragma unroll
     for (int i = 0; i < BN / 8; i++)
 #pragma unroll
@@ -117,14 +117,14 @@ __device__ __forceinline__ void softmax(
 }
 
 // o += p v: [16, BN] @ [BN, D]. First all fragments of the tile, then all products; p is rounded to 16 bits on the way.
-__device__ __forceinline__ void accumulate(float (&o)[D / 8][4], const float (&p)[BN / 8][4], const u16* v_smem) {
+__device__ __forceinline__ void accumulate(float (&o)[D / 8][4], const float (&p)[BN / 8][4], u32 v_smem) {
     const int lane = threadIdx.x % 32;
     u32 v[BN / 16][D / 16][4];
 #pragma unroll
     for (int i = 0; i < BN / 16; i++)
 #pragma unroll
         for (int d = 0; d < D / 16; d++)
-            ldmatrix_trans(v[i][d], shared_address(v_smem + at(i * 16 + lane % 16, d * 2 + lane / 16)));
+            ldmatrix_trans(v[i][d], v_smem + at(i * 16 + lane % 16, d * 2 + lane / 16));
 #pragma unroll
     for (int i = 0; i < BN / 16; i++) {
         const float(&left)[4] = p[2 * i], (&right)[4] = p[2 * i + 1];
@@ -139,12 +139,12 @@ __device__ __forceinline__ void accumulate(float (&o)[D / 8][4], const float (&p
 
 // Divides by the row sums and writes the rows below n, through shared memory so that each store is of 16 bytes.
 __device__ __forceinline__ void store(
-    u16* out_gmem, u16* o_smem, float (&o)[D / 8][4], const float (&l)[2], int query, int n) {
+    u16* out_gmem, char* o_smem, float (&o)[D / 8][4], const float (&l)[2], int query, int n) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float upper = 1.0f / quad_sum(l[0]), lower = 1.0f / quad_sum(l[1]);
 #pragma unroll
     for (int d = 0; d < D / 8; d++) {
-        const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
+        const int row = warp * 16 + lane / 4, column = lane % 4 * 4;
         *(u32*)(o_smem + at(row, d) + column) = pack(o[d][0] * upper, o[d][1] * upper);
         *(u32*)(o_smem + at(row + 8, d) + column) = pack(o[d][2] * lower, o[d][3] * lower);
     }
@@ -163,10 +163,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rung(
     u16* __restrict__ out,      // (heads, n, D)
     float* workspace,           // none
     int heads, int n, float softmax_scale) {
-    extern __shared__ __align__(128) u16 smem[];
-    u16* q_smem = smem;              // [BM, D], later the output
-    u16* k_smem = q_smem + BM * D;   // [BN, D]
-    u16* v_smem = k_smem + BN * D;   // [BN, D]
+    extern __shared__ __align__(1024) char smem[];
+    const u32 q_smem = shared_address(smem);  // [BM, D], later the output
+    const u32 k_smem = q_smem + BM * D * 2;   // [BN, D]
+    const u32 v_smem = k_smem + BN * D * 2;   // [BN, D]
     const size_t head = (size_t)blockIdx.y * n * D;
     const int query = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BM;  // causal: the longest sweeps first
     const int end = CAUSAL ? min(n, query + BM) : n;
@@ -195,5 +195,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rung(
     }
 
     // Epilogue
-    store(out + head, q_smem, o, l, query, n);
+    store(out + head, smem, o, l, query, n);
 }

@@ -21,7 +21,7 @@ workspace = "0"
 [parameters]
 BM = 128
 ROWS = 32
-BN = 48
+BN = 64
 [parameters.64]
 BN = 128
 [parameters.32]
@@ -39,15 +39,15 @@ constexpr int TILES = ROWS / 16;  // each of the 16 query rows of one mma
 constexpr int THREADS = BM / ROWS * 32;
 static_assert(ROWS % 16 == 0 && BM % ROWS == 0 && BN % 16 == 0, "warps own whole tiles of mma");
 
-// The element at which a chunk of a row of a tile begins. Swizzled: any eight rows that one ldmatrix reads together have their
+// The byte at which a chunk of a row of a tile begins. Swizzled: any eight rows that one ldmatrix reads together have their
 // chunk in eight different groups of four banks. (At D = 32 two rows share the 128 bytes that the 32 banks hold.)
 __device__ __forceinline__ int at(int row, int chunk) {
-    return row * D + (chunk ^ (D == 32 ? row >> 1 & 3 : row & 7)) * 8;
+    return row * D * 2 + (chunk ^ (D == 32 ? row >> 1 & 3 : row & 7)) * 16;
 }
 
 // Starts copying rows first.. of one head's (n, D) to a tile of HEIGHT rows; rows from n on become zeros.
 template <int HEIGHT>
-__device__ __forceinline__ void load_tile(u16* smem, const u16* gmem, int first, int n) {
+__device__ __forceinline__ void load_tile(u32 smem, const u16* gmem, int first, int n) {
     const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
     const u16* source = gmem + (first + row) * D + chunk * 8;
 #pragma unroll
@@ -165,14 +165,15 @@ __device__ __forceinline__ void accumulate(
 
 // Divides by the row sums and writes the rows below n, through shared memory so that each store is of 16 bytes.
 __device__ __forceinline__ void store(
-    u16* out_gmem, u16* o_smem, float (&o)[TILES][D / 8][4], const float (&l)[TILES][4], int query, int n) {
+    u16* out_gmem, char* o_smem, float (&o)[TILES][D / 8][4], const float (&l)[TILES][4], int query, int n) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __syncwarp();  // its lanes have all read Q
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
         const float upper = 1.0f / l[t][0], lower = 1.0f / l[t][2];
 #pragma unroll
         for (int d = 0; d < D / 8; d++) {
-            const int row = warp * ROWS + t * 16 + lane / 4, column = lane % 4 * 2;
+            const int row = warp * ROWS + t * 16 + lane / 4, column = lane % 4 * 4;
             *(u32*)(o_smem + at(row, d) + column) = pack(o[t][d][0] * upper, o[t][d][1] * upper);
             *(u32*)(o_smem + at(row + 8, d) + column) = pack(o[t][d][2] * lower, o[t][d][3] * lower);
         }
@@ -192,16 +193,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) rung(
     u16* __restrict__ out,      // (heads, n, D)
     float* workspace,           // none
     int heads, int n, float softmax_scale) {
-    extern __shared__ __align__(1024) u16 smem[];
-    u16* q_smem = smem;              // [BM, D], later the output
-    u16* kv_smem = q_smem + BM * D;  // [2 stages, K and V, BN, D]
+    extern __shared__ __align__(1024) char smem[];
+    const u32 q_smem = shared_address(smem);  // [BM, D], later the output
+    const u32 kv_smem = q_smem + BM * D * 2;  // [2 stages, K and V, BN, D]
     const size_t head = (size_t)blockIdx.y * n * D;
     const int query = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BM;  // causal: the longest sweeps first
     const int end = CAUSAL ? min(n, query + BM) : n;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 q_lane = shared_address(q_smem + at(warp * ROWS + lane % 16, lane / 16));
-    const u32 k_lane = shared_address(kv_smem + at(lane / 16 * 8 + lane % 8, lane / 8 % 2));
-    const u32 v_lane = shared_address(kv_smem + BN * D + at(lane % 16, lane / 16));
+    const u32 q_lane = q_smem + at(warp * ROWS + lane % 16, lane / 16);
+    const u32 k_lane = kv_smem + at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const u32 v_lane = kv_smem + BN * D * 2 + at(lane % 16, lane / 16);
     const float scale = softmax_scale * 1.44269504f;  // log2(e): weights are powers of two
 
     // Prologue
@@ -210,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rung(
     for (int t = 0; t < TILES; t++) m[t][0] = m[t][1] = MINUS_INFINITY;
     load_tile<BM>(q_smem, q + head, query, n);
     load_tile<BN>(kv_smem, k + head, 0, n);
-    load_tile<BN>(kv_smem + BN * D, v + head, 0, n);
+    load_tile<BN>(kv_smem + BN * D * 2, v + head, 0, n);
 
     // Main loop
     for (int key = 0, stage = 0; key < end; key += BN, stage ^= 1) {
@@ -220,9 +221,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rung(
         cp_async_wait();
         __syncthreads();  // this tile is in shared memory, and no warp reads the last one any more
         if (key + BN < end) {
-            u16* next_smem = kv_smem + (stage ^ 1) * 2 * BN * D;
+            const u32 next_smem = kv_smem + (stage ^ 1) * 2 * BN * D * 2;
             load_tile<BN>(next_smem, k + head, key + BN, n);
-            load_tile<BN>(next_smem + BN * D, v + head, key + BN, n);
+            load_tile<BN>(next_smem + BN * D * 2, v + head, key + BN, n);
         }
         scores(s, q_lane, k_lane + tile);
         if (key + BN > (CAUSAL ? min(n, query + 1) : n)) mask(s, query + warp * ROWS, key, n);
@@ -232,5 +233,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) rung(
     }
 
     // Epilogue
-    store(out + head, q_smem, o, l, query, n);
+    store(out + head, smem, o, l, query, n);
 }

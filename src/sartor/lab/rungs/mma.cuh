@@ -14,17 +14,14 @@ typedef unsigned int u32;    // two of them, or an address in shared memory
 #define DTYPE "f16"
 #endif
 
-// Where something in shared memory lies, as the instructions below want it.
-__device__ __forceinline__ u32 shared_address(const u16* smem) {
+// The address of something in shared memory, in bytes, as the instructions below want it.
+__device__ __forceinline__ u32 shared_address(const void* smem) {
     return (u32)__cvta_generic_to_shared(smem);
 }
 
 // Starts a copy of 16 bytes from device to shared memory; writes zeros, and reads nothing, unless `valid`.
-__device__ __forceinline__ void cp_async(u16* smem, const u16* gmem, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :
-                 : "r"(shared_address(smem)), "l"(gmem), "r"(valid ? 16 : 0)
-                 : "memory");
+__device__ __forceinline__ void cp_async(u32 smem, const u16* gmem, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem), "r"(valid ? 16 : 0) : "memory");
 }
 
 // Waits until all copies that this thread has started have arrived. Other threads see them after a barrier.
@@ -34,18 +31,18 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // Four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8 (16 bytes); afterwards r[j] holds
 // row lane / 4, columns lane % 4 * 2 and the next, of matrix j.
-__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
+__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 smem) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
+                 : "r"(smem)
                  : "memory");
 }
 
 // As ldmatrix, each matrix transposed on its way.
-__device__ __forceinline__ void ldmatrix_trans(u32 (&r)[4], u32 address) {
+__device__ __forceinline__ void ldmatrix_trans(u32 (&r)[4], u32 smem) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
+                 : "r"(smem)
                  : "memory");
 }
 
