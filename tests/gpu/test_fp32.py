@@ -55,24 +55,23 @@ def exact(q, k, v, dout):
 LUCK = 1.1  # of the draw, where both errors are a few roundings of the largest rows
 CASES = [(name, 700, 64) for name in testing.DATA] + [("normal", n, 64) for n in (1, 17, 129, 1024, 4096, 16384)]
 CASES += [(name, 500, 128) for name in ("normal", "times8", "channels")]
-LONG = pytest.param("normal", 65536, 64, marks=pytest.mark.slow)
+CASES.append(("normal", 65536, 64))
 
 
-@pytest.mark.parametrize(("data", "n", "dim"), [*CASES, LONG])
+@pytest.mark.parametrize(("data", "n", "dim"), CASES)
 def test_errors_are_below_those_of_the_efficient_kernel(data, n, dim):
-    """Of every result, as a norm and at its largest, against float64."""
+    """Of every result, as a norm and at its largest, against float64; long sequences by 1024 of their queries."""
     heads = 8 if n <= 1024 else 1
-    q, k, v = testing.DATA[data](*inputs(1, heads, heads, n, n, dim, layout="bhsd"))
-    dout = testing.make_like(v)
+    q, k, v = testing.DATA[data](*inputs(1, heads, heads, min(n, 1024), n, dim, layout="bhsd"))
+    dout = testing.make_like(q)
     kernel = "fp32" if n > 1 else "auto"
     e, x, y = exact(q, k, v, dout), ours(q, k, v, dout, layout="bhsd", kernel=kernel), efficient(q, k, v, dout)
-    for name in NAMES:
-        mine, theirs = testing.measure(x[name], e[name]), testing.measure(y[name], e[name])
-        floor = 2.0**-23 * testing.measure(torch.zeros_like(e[name]), e[name]).max
-        if n == 1 and name in ("dq", "dk"):  # exactly 0 in exact arithmetic
-            continue
-        assert mine.rel <= LUCK * theirs.rel + 2.0**-24, f"{name}: {mine.rel:.1e}, PyTorch {theirs.rel:.1e}"
-        assert mine.max <= 2 * theirs.max + floor, f"{name}: {mine.max:.1e}, PyTorch {theirs.max:.1e}"
+    size = testing.magnitudes(q, k, v, dout, layout="bhsd").terms if data == "constant" or n == 1 else e
+    for name in NAMES:  # dq and dk of equal keys, or of one, are 0: their errors have the size of what cancels
+        mine, theirs = ((t[name].double() - e[name]).abs() for t in (x, y))
+        for what, factor in ((torch.linalg.vector_norm, LUCK), (torch.max, 2.0)):
+            error, limit = what(mine), factor * what(theirs) + 2.0**-24 * what(size[name].abs())
+            assert error <= limit, f"{name}: {error:.1e} exceeds {limit:.1e}, PyTorch {what(theirs):.1e}"
 
 
 @pytest.mark.parametrize("data", ["channels", "channels_v", "outlier_v"])
@@ -83,7 +82,7 @@ def test_small_columns_do_not_hide_behind_large_ones(data):
     for name in ("out", "dq", "dk", "dv"):
         for column in range(0, 64, 7):
             mine, theirs = (testing.measure(t[name][..., column], e[name][..., column]).rel for t in (x, y))
-            assert mine <= 1.5 * theirs + 2e-7, f"{name}, column {column}: {mine:.1e}, PyTorch {theirs:.1e}"
+            assert mine <= 2 * theirs + 2e-7, f"{name}, column {column}: {mine:.1e}, PyTorch {theirs:.1e}"
 
 
 # ---- features
