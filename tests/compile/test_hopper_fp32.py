@@ -37,10 +37,10 @@ def first_tile(p):
     return next(iter(SPEC.tiles(p, DEVICE)))
 
 
-def check(p, tile, spill_bytes=0):
+def check(p, tile):
     binary = SPEC.compile(p, tile)
     (found,) = binary.resources.values()
-    assert found.spill_bytes <= spill_bytes
+    assert (found.spill_bytes, found.stack_bytes) == (0, 0)
     assert "C75" not in binary.log  # what ptxas says of wgmma it has to serialise
     return binary
 
@@ -79,12 +79,12 @@ def test_features(name, dim):
     check(p, first_tile(p))
 
 
-@pytest.mark.parametrize("dim", [1, 8, 24, 40, 72, 88, 104, 120, 136, 160, 192, 256])
+@pytest.mark.parametrize("dim", [1, 8, 24, 40, 72, 88, 104, 120])
 def test_dims(dim):
-    check(problem(dim), first_tile(problem(dim)), 32 if dim == 256 else 0)  # 256: read once a query tile
+    check(problem(dim), first_tile(problem(dim)))
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (256, 32), (64, 128), (64, 192), (40, 17)])
+@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (256, 32), (64, 128), (40, 17)])
 def test_dim_v(dim, dim_v):
     p = problem(dim, dim_v, causal=True)
     check(p, first_tile(p))
@@ -106,7 +106,8 @@ def test_reasons():
     """Each thing the kernel cannot do is said, with both sides."""
     p = problem()
     for changed, words in (
-        ({"dtype": torch.float16}, "needs float32"), ({"dim": 264}, "<= 256"), ({"precision": "tf32"}, "ieee"),
+        ({"dtype": torch.float16}, "needs float32"), ({"dim": 264}, "<= 256"), ({"dim_v": 136}, "up to 128"),
+        ({"precision": "tf32"}, "ieee"),
         ({"seqlen_kv": 0}, "0 keys"),
     ):  # fmt: skip
         assert any(words in why for why in SPEC.why_not(replace(p, **changed), DEVICE))

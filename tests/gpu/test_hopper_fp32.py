@@ -22,7 +22,7 @@ SPEC = kernels.load("hopper_fp32") if HOPPER else None
 TILES = [(64, 64, 8, 4), (128, 64, 12, 4), (192, 64, 16, 6), (128, 128, 12, 4), (192, 32, 16, 3), (128, 16, 12, 2)]
 
 
-def inputs(b=2, hq=4, hkv=2, sq=700, skv=600, d=64, dv=None, seed=0):
+def inputs(b=2, hq=4, hkv=2, sq=600, skv=700, d=64, dv=None, seed=0):
     return testing.make_inputs(b, hq, hkv, sq, skv, d, dv, torch.float32, "cuda", "bshd", seed)
 
 
@@ -53,9 +53,7 @@ def test_tiles(tile, options):
     check(call, plan_of(call, Tile.of(tile)))
 
 
-@pytest.mark.parametrize(
-    "dims", [(128, 128), (200, 40), (24, 120), (256, 16), (136, 136), (64, 160), (192, 192), (256, 256)], ids=str
-)
+@pytest.mark.parametrize("dims", [(128, 128), (200, 40), (24, 120), (256, 16)], ids=str)
 def test_dims(dims):
     check(Call(*inputs(d=dims[0], dv=dims[1]), causal=True))
 
@@ -67,7 +65,7 @@ def test_units_differ_from_segment_to_segment(dim):
     grow = torch.logspace(-2, 1, 1000, device="cuda").view(1, -1, 1, 1)
     check(Call(q, k * grow, v), limit=4e-6)
     check(Call(q, k, v / grow))
-    check(Call(q * torch.logspace(-3, 1, 700, device="cuda").view(1, -1, 1, 1), k, v), limit=4e-6)
+    check(Call(q * torch.logspace(-3, 1, 600, device="cuda").view(1, -1, 1, 1), k, v), limit=4e-6)
 
 
 @pytest.mark.parametrize("ends", [(0, 12), (12, 0)], ids=str)

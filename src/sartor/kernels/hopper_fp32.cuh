@@ -5,9 +5,8 @@
 // tensor core's own additions cut off bits, which a sum over all keys would show. The rest is as in hopper_forward.cuh.
 //
 // Tiles that pairs do not do are marked, to be computed again. Beside the measure of cuda/forward.cuh: DIM (a multiple of
-// 16, as DIM_V is), PART_V (columns of one P V: DIM_V, or the part of it that registers hold beside the output), WIDTH,
-// WIDTH_V (columns a swizzled chunk), TURNS (warpgroups take turns at the tensor cores), HUGE_SCORE (log2). ROWS is 64,
-// and BLOCK_N divides SEGMENT, the rows that share a unit.
+// 16, as DIM_V is), WIDTH, WIDTH_V (columns a swizzled chunk), TURNS (warpgroups take turns at the tensor cores),
+// HUGE_SCORE (log2). ROWS is 64, and BLOCK_N divides SEGMENT, the rows that share a unit.
 #pragma once
 
 using QTile = Pair<Staged<DIM, 64, WIDTH>>;
@@ -15,7 +14,7 @@ using KTile = Pair<Staged<DIM, BLOCK_N, WIDTH>>;
 using VTile = Pair<Staged<DIM_V, BLOCK_N, WIDTH_V>>;
 #include "cuda/forward.cuh"
 
-constexpr int STEPS = DIM / 16, PARTS = DIM_V / PART_V;
+constexpr int STEPS = DIM / 16;
 
 struct Units {
   const float *q, *k, *v;  // (batch, heads, segments)
@@ -28,7 +27,7 @@ struct Consumer : Worker {
   const float factor, scale;
   using Weights = Online<BLOCK_N>;
   Weights softmax;
-  float s[BLOCK_N / 2], share[PART_V / 2], o[DIM_V / 2];  // scores, then weights; a tile's share of the output; output
+  float s[BLOCK_N / 2], share[DIM_V / 2], o[DIM_V / 2];  // scores, then weights; a tile's share of the output; output
   u32 hi[BLOCK_N / 4], lo[BLOCK_N / 4];                  // weights as A operands of P V
   float q_unit, v_unit, most;  // v_unit: of the tile that hi and lo belong to; most: the largest unit of keys so far
 
@@ -64,14 +63,11 @@ struct Consumer : Worker {
   template <bool ZERO> DEVICE void multiply_pv(const u32* p, u32 values) {
     UNROLL for (int k = 0; k < BLOCK_N / 16; k++) {
       const u64 b = descriptor<VTile>(values + (k * 16 * VTile::row_bytes >> 4));
-      k || !ZERO ? Wgmma<PART_V>::rs<false, true>(share, p + 4 * k, b) : Wgmma<PART_V>::rs<true, true>(share, p, b);
+      k || !ZERO ? Wgmma<DIM_V>::rs<false, true>(share, p + 4 * k, b) : Wgmma<DIM_V>::rs<true, true>(share, p, b);
     }
   }
-  DEVICE void multiply_pv(int part) {  // share = P V, of some columns
-    const u32 columns = part * (PART_V / WIDTH_V) * (VTile::chunk_bytes >> 4);
-    const u32 values = across_k<VTile>(base + AT_V) + rings.v.stage() * (VTile::bytes >> 4) + columns;
-    pin(share), pin(hi), pin(lo);
-    wgmma_fence();
+  DEVICE void multiply_pv() {  // share = P V
+    const u32 values = across_k<VTile>(base + AT_V) + rings.v.stage() * (VTile::bytes >> 4);
     multiply_pv<true>(hi, values + (VTile::lo >> 4));
     multiply_pv<false>(lo, values);
     multiply_pv<false>(hi, values);
@@ -79,27 +75,23 @@ struct Consumer : Worker {
   }
   DEVICE void multiply_both() {  // this tile's scores, and the last tile's share of the output; waits for the scores
     rings.k.await_full();
+    pin(share), pin(hi), pin(lo);
     if (TURNS) group_sync(8 + group, 256);
     wgmma_fence();
     multiply_qk();
     rings.v.await_full();
-    multiply_pv(0);
+    wgmma_fence();
+    multiply_pv();
     if (TURNS) group_arrive(8 + (group + 1) % GROUPS, 256);
     wgmma_wait<1>();
     pin(s);
     done_k();
   }
   DEVICE void promote() {  // waits for the last tile's share
-    UNROLL for (int part = 0; part < PARTS; part++) {
-      if (part) multiply_pv(part);
-      wgmma_wait<0>();
-      pin(share);
-      UNROLL for (int i = 0; i < PART_V / 2; i++) {
-        float& into = o[part * PART_V / 2 + i];
-        into = fmaf(share[i], v_unit, into);
-      }
-    }
+    wgmma_wait<0>();
+    pin(share);
     done_v();
+    UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] = fmaf(share[i], v_unit, o[i]);
   }
 
   DEVICE float prepare_with(float k_unit) {  // returns what is left of the unit
@@ -177,7 +169,9 @@ struct Consumer : Worker {
       for (j--; j >= begin; j--) step();
       end_q();
       rings.v.await_full();
-      multiply_pv(0);
+      pin(share), pin(hi), pin(lo);
+      wgmma_fence();
+      multiply_pv();
       const Finished last = finish(softmax, factor);
       promote();
       store(last, lost(last));

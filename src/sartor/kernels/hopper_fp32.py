@@ -25,6 +25,7 @@ if launch.available():
     from sartor.kernels.parts import codegen, products, split
 
 SIGNATURE = "MMMPPPPPPPPqqqiiiiiiifff"  # of the kernel, before the aux values
+MAX_DIM_V = 128
 SPLITS = 3  # launches before the one on pairs
 
 
@@ -42,6 +43,8 @@ class HopperFp32:
             why.append(f"needs compute capability 9.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
         elif nvrtc.missing():
             why.append(nvrtc.missing())
+        if p.dim_v > MAX_DIM_V:
+            why.append(f"needs a head dim of v up to {MAX_DIM_V}, twice which registers hold, got {p.dim_v}")
         if p.empty:
             why.append(f"needs a query and a key, got batch {p.batch}, {p.seqlen_q} queries, {p.seqlen_kv} keys")
         return why or launch.no_tile(self, p, dev)
@@ -71,7 +74,7 @@ class HopperFp32:
             *(f'#include "cuda/{shelf}.cuh"' for shelf in hopper_forward.SHELVES),
             *(f"#define {name} {value}" for name, value in m.defines().items()),
             expressions.source(p.program),
-            wgmma.wrappers((m.block_n, m.part_v), "f16"),
+            wgmma.wrappers((m.block_n, m.dim_v), "f16"),
             '#include "hopper_fp32.cuh"',
         ])  # fmt: skip
         return nvrtc.compile(text, arch="sm_90a", include=hopper_forward.FOLDER, name="hopper_fp32.cu")
@@ -120,19 +123,12 @@ class Measure(hopper_forward.Measure):
     @classmethod
     def of(cls, p: Problem, tile: Tile) -> Measure:
         """The measure of a problem with a tile; a slice is of one head, whose queries share a unit."""
-        m = super().of(p, tile)
-        dim_v = m.dim_v if m.dim_v <= 128 else -(-m.dim_v // 64) * 64
-        return replace(m, rows=64, dim_v=dim_v)  # type: ignore[return-value]
-
-    @property
-    def part_v(self) -> int:
-        """Columns of one product with v: all, or as many as registers hold beside a wide output."""
-        return self.dim_v if self.dim_v <= 128 else 64
+        return replace(super().of(p, tile), rows=64)  # type: ignore[return-value]
 
     @property
     def accumulators(self) -> int:
         """Registers a thread: scores, weights twice, output and a tile's share of it."""
-        return self.block_n + (self.dim_v + self.part_v) // 2
+        return self.block_n + self.dim_v
 
     @property
     def q_registers(self) -> bool:
@@ -148,7 +144,7 @@ class Measure(hopper_forward.Measure):
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
         constants = {"SEGMENT": split.SEGMENT.value, "HUGE_SCORE": f"{products.HUGE.value}f"}
-        return super().defines() | constants | {"PART_V": self.part_v}
+        return super().defines() | constants
 
 
 @dataclass
