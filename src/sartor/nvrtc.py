@@ -1,8 +1,8 @@
 """CUDA C++ at run time: compile with NVRTC, keep the result on disk, load and launch it.
 
 NVRTC and its Python binding come with a CUDA build of torch (or `pip install "cuda-core[cu13]"`); where they are
-missing, `missing()` says so. A cubin on disk is named by a hash of everything it depends on: the text with all headers it
-includes, macros, architecture, compiler. Files are written whole and renamed into place, so processes may share the
+missing, `missing()` says so. A cubin on disk is named by a hash of everything it depends on: the text with all headers
+it includes, macros, architecture, compiler. Files are written whole and renamed into place, so processes may share the
 folder; a file that fails its checksum is made again, and a folder that cannot be written costs a compile per process,
 nothing else.
 """
@@ -118,6 +118,7 @@ def headers(source: str, include: Path | None) -> dict[str, str]:
     return found
 
 
+_IMPORTING = threading.Lock()
 _LOCKS: dict[str, threading.Lock] = {}
 _BINARIES: dict[str, Binary] = {}
 
@@ -160,7 +161,8 @@ def compile(
 
 
 def _compile(source: str, arch: str, macros: list[tuple[str, str]], include: Path | None, name: str) -> Binary:
-    from cuda.core import Program, ProgramOptions
+    with _IMPORTING:  # two threads that import cuda.core for the first time get half of it
+        from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
     options = ProgramOptions(
@@ -313,8 +315,9 @@ class Kernel:
 
     def _load(self, device: int) -> Any:
         """The driver's handle on a device; more shared memory than 48 KiB is asked for once, here."""
-        from cuda.bindings import driver
-        from cuda.core import ObjectCode
+        with _IMPORTING:
+            from cuda.bindings import driver
+            from cuda.core import ObjectCode
 
         if self._code is None:
             self._code = ObjectCode.from_cubin(self.binary.cubin).get_kernel(self.name)
