@@ -36,3 +36,13 @@ def test_check_judges_a_kernel_by_name(mode: str) -> None:
     assert row.ok
     assert row.plan.startswith("reference")
     assert check.table([row]).rows[0][-1] == "ok"
+
+
+def test_failures_speak_against_the_kernels_they_are_about():
+    everything = set(verify.sound([], []))
+    assert {"triton_forward", "fp32_forward", "hopper_forward"} <= everything
+    assert verify.sound(["tests.gpu.test_gpu::test_dims[8]"], []) == []
+    assert set(verify.sound(["tests.gpu.test_gpu_rungs::test_budget[09]"], [])) == everything
+    left = verify.sound(["tests.gpu.test_gpu_fp32::test_errors"], [])
+    assert set(left) == {name for name in everything if "fp32" not in name}
+    assert verify.sound(["not done after 390 s"], []) == []

@@ -98,7 +98,7 @@ if launch.available():
                 if KEEP is None:
                     keep = (q < seqlen_q) & (kv < seqlen_kv)
                 else:
-                    keep = KEEP(b, h, query, key, aux)
+                    keep = tl.broadcast_to(KEEP(b, h, query, key, aux), s.shape)
                     if BOUNDED:
                         keep = keep & (q < seqlen_q) & (kv < seqlen_kv)
                 x = tl.where(keep, x, float("-inf"))

@@ -24,23 +24,21 @@ class Evidence:
     """Which kernel sources passed the tests on a device."""
 
     hashes: dict[str, str]
-    failed: int
 
     @classmethod
     def load(cls, folder: Path) -> Evidence:
         """What `sartor verify` wrote into a results folder; nothing when it never ran."""
         path = folder / "evidence.json"
         if not path.is_file():
-            return cls({}, 0)
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return cls(found["kernels"], found["failed"])
+            return cls({})
+        return cls(json.loads(path.read_text(encoding="utf-8"))["kernels"])
 
     def covers(self, r: Record) -> bool:
         """Whether the kernel behind a record needs no GPU evidence, or has it for exactly its sources."""
         kernel = (r.plan or "").split("[")[0].split(" ")[0]
         if not kernel.startswith(GPU_KERNELS):
             return True
-        return not self.failed and self.hashes.get(kernel) == r.kernel_hash
+        return self.hashes.get(kernel) == r.kernel_hash
 
 
 def render(name: str, results: Path) -> str:
