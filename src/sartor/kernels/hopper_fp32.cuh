@@ -37,8 +37,9 @@ struct Consumer : Worker {
         softmax(SCORE || PRESCALE ? 1.f : scale) {}
 
   DEVICE void begin_q() {
-    const int flat = (batch * n.heads_kv + head) * n.group + part.first_head;
-    q_unit = global_load(units.q + flat * ceil_div(n.seqlen_q, SEGMENT) + part.first_query / SEGMENT);
+    const int flat = (batch * n.heads_kv + head) * n.group + part.first_head, segments = ceil_div(n.seqlen_q, SEGMENT);
+    const int own = imin(part.first_query / SEGMENT, segments - 1);  // a slice may begin past the last query
+    q_unit = global_load(units.q + flat * segments + own);
     most = 0.f;
     rings.q.await_full();
   }
