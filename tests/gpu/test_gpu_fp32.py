@@ -54,7 +54,9 @@ def exact(q, k, v, dout):
 
 LUCK = 1.1  # of the draw, where both errors are a few roundings of the largest rows
 SPEED = ("rising", "falling")  # data that is hard on speed; their errors are within LUCK of PyTorch's, or just beyond
-CASES = [(name, 700, 64) for name in testing.DATA if name not in SPEED] + [("normal", n, 64) for n in (1, 17, 129, 1024, 4096, 16384)]
+CASES = [(name, 700, 64) for name in testing.DATA if name not in SPEED] + [
+    ("normal", n, 64) for n in (1, 17, 129, 1024, 4096, 16384)
+]
 CASES += [(name, 500, 128) for name in ("normal", "times8", "channels")]
 CASES.append(("normal", 65536, 64))
 

@@ -50,7 +50,9 @@ def render(name: str, results: Path) -> str:
         return "No record yet.\n"
     if suite == "ladder":
         counted = profile.newest(store.read(results / device / f"{profile.SUITE}.jsonl"))
-        parts = [table.markdown() for table in climb.view(view, found, counted)]
+        parts = [table.markdown() for table in climb.view(view, found, counted) if table.rows]
+        if not parts:
+            return "No record yet.\n"
         return "\n\n".join([*parts, provenance(chosen, found)] if view == "climb" else parts) + "\n"
     evidence, baseline = Evidence.load(results / device), _baseline(suite)
     if view == "memory":
