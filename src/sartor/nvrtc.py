@@ -22,7 +22,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -334,7 +334,6 @@ class Kernel:
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 
 
-@lru_cache(maxsize=16384)
 def tensor_map(
     address: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> bytes:

@@ -119,3 +119,9 @@ def test_reasons():
     assert "8.0" in SPEC.why_not(p, ARCHITECTURES[80])[0]
     assert SPEC.why_not(p, DEVICE) == []
     assert SPEC.why_not(replace(problem(33), rows_on_16_bytes=False), DEVICE) == []  # copied, once, with zeros
+
+
+def test_a_dtype_cuda_has_no_name_for_is_refused():
+    table = meta(1, 1, 1, 1000, dtype=torch.uint16)
+    p = problem(mask=mods.Mask(lambda b, h, q, kv, aux: aux[0] < 3, (table,)))
+    assert any("torch.uint16" in why for why in SPEC.why_not(p, DEVICE))

@@ -39,17 +39,11 @@ class HopperForward:
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What TMA, wgmma and the run-time compiler need."""
-        why = []
-        if dev.arch != 90:
-            why.append(f"needs compute capability 9.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
-        elif nvrtc.missing():
-            why.append(nvrtc.missing())
+        why = reasons(p, dev)
         if p.dtype not in (torch.float16, torch.bfloat16):
             why.append(f"needs float16 or bfloat16, got {p.dtype}")
         if max(p.dim, p.dim_v) > MAX_DIM:
             why.append(f"needs head dims up to {MAX_DIM}, got {p.dim} and {p.dim_v}")
-        if p.empty:
-            why.append(f"needs a query and a key, got batch {p.batch}, {p.seqlen_q} queries, {p.seqlen_kv} keys")
         if not p.rows_on_16_bytes and p.dim % 8 == 0 and p.dim_v % 8 == 0:
             why.append("needs rows of q, k and v that start on 16 bytes, got strides or addresses that do not")
         return why
@@ -58,7 +52,7 @@ class HopperForward:
         """Tiles that fit shared memory and registers, best guess first."""
         measures = (Measure.of(p, Tile(64 * g, n, 4 * (g + 1), s)) for g, n, s in _grid(p))
         for m in measures:
-            if m.accumulators <= (128 if m.groups == 3 else 192) and m.shared_bytes <= (dev.smem_bytes or 227 << 10):
+            if m.accumulators <= (128 if m.groups == 3 else 192) and m.shared_bytes <= launch.room(dev):
                 yield m.tile
 
     def shared_bytes(self, plan: Plan) -> int:
@@ -68,16 +62,8 @@ class HopperForward:
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
-        m = Measure.of(p, tile)
-        text = "\n".join([
-            *(f'#include "cuda/{shelf}.cuh"' for shelf in SHELVES),
-            *(f"#define {name} {value}" for name, value in m.defines().items()),
-            expressions.source(p.program),
-            wgmma.wrappers((m.block_n, m.dim_v), "bf16" if p.dtype == torch.bfloat16 else "f16"),
-            '#include "hopper_forward.cuh"',
-            '#include "hopper_repair.cuh"' if p.program.keep is not None else "",
-        ])  # fmt: skip
-        return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name="hopper_forward.cu")
+        files = ["hopper_forward", "hopper_repair"] if p.program.keep is not None else ["hopper_forward"]
+        return build(Measure.of(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16", files)
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """out (b, sq, hq, dv) and lse (b, hq, sq)."""
@@ -97,8 +83,10 @@ class HopperForward:
             ready = plan.cache["hopper"] = Ready.of(self.compile(plan.problem, plan.tile), plan, x, out)  # type: ignore[arg-type]
         assert isinstance(ready, Ready)
         q, k, v = (_padded(t) for t in (x.q, x.k, x.v))
+        work = None if ready.repair is None else stream_zeros(ready.spaces, MARKS + ready.measure.marks, x.q.device)
         results = (
-            out.data_ptr(), lse.data_ptr(), 0 if x.sinks is None else x.sinks.data_ptr(), ready.workspace(x.q.device)
+            out.data_ptr(), lse.data_ptr(), 0 if x.sinks is None else x.sinks.data_ptr(),
+            0 if work is None else work.data_ptr(),
         )  # fmt: skip
         aux = expressions.arguments(x.aux, plan.problem.program) if x.aux else ()
         maps = ready.map("q", q), ready.map("k", k), ready.map("v", v)
@@ -106,6 +94,42 @@ class HopperForward:
         if ready.repair is not None:
             places = (q.data_ptr(), *ready.strides[0], k.data_ptr(), *ready.strides[1], v.data_ptr(), *ready.strides[2])
             ready.repair.launch(ready.repair_grid, (*places, *results, *ready.repair_numbers, *aux))
+
+
+def reasons(p: Problem, dev: Device) -> list[str]:
+    """What every kernel of this kind needs of the machine, the lengths and what the mods read."""
+    why = []
+    if dev.arch != 90:
+        why.append(f"needs compute capability 9.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
+    elif nvrtc.missing():
+        why.append(nvrtc.missing())
+    if p.empty:
+        why.append(f"needs a query and a key, got batch {p.batch}, {p.seqlen_q} queries, {p.seqlen_kv} keys")
+    unknown = sorted({a.dtype for a in p.program.aux if a.dtype} - set(expressions.TYPES))
+    return [*why, *(f"needs masks and scores that read a dtype CUDA C++ has, got {dtype}" for dtype in unknown)]
+
+
+def build(m: Measure, dtype: str, files: list[str]) -> nvrtc.Binary:
+    """Compile kernels, `files` in this folder, with a measure, the mods of its problem, and products of `dtype`."""
+    text = "\n".join([
+        *(f'#include "cuda/{shelf}.cuh"' for shelf in SHELVES),
+        *(f"#define {name} {value}" for name, value in m.defines().items()),
+        expressions.source(m.p.program),
+        wgmma.wrappers((m.block_n, m.dim_v), dtype),
+        *(f'#include "{file}.cuh"' for file in files),
+    ])  # fmt: skip
+    return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name=f"{files[0]}.cu")
+
+
+def stream_zeros(kept: dict[int, torch.Tensor], size: int, device: torch.device) -> torch.Tensor:
+    """int32 zeros that every launch leaves as zeros: one a stream, in `kept`, since launches on different streams may
+    overlap. A captured graph has its own, which the graph clears."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(size, dtype=torch.int32, device=device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream not in kept:
+        kept[stream] = torch.zeros(size, dtype=torch.int32, device=device)
+    return kept[stream]
 
 
 def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
@@ -236,7 +260,7 @@ class Ready:
     repair_numbers: tuple[Any, ...]
     strides: tuple[tuple[int, int, int], ...]  # of q, k, v: batch, head, row
     maps: dict[tuple[str, int], bytes] = field(default_factory=dict)
-    spaces: dict[int, torch.Tensor] = field(default_factory=dict)
+    spaces: dict[int, torch.Tensor] = field(default_factory=dict)  # the scheduler's counters and the marks
 
     @classmethod
     def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands, out: torch.Tensor) -> Ready:
@@ -280,19 +304,6 @@ class Ready:
         return nvrtc.tensor_map(
             t.data_ptr(), name_of(t.dtype), (d, s, h, b), strides, (width, rows, heads, 1), 2 * width
         )  # fmt: skip
-
-    def workspace(self, device: torch.device) -> int:
-        """Where the scheduler's counters and the marks are: all zero, as every launch leaves them. One a stream, since
-        launches on different streams may overlap; a captured graph has its own, which the graph clears."""
-        if self.repair is None:
-            return 0
-        size = MARKS + self.measure.marks
-        if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(size, dtype=torch.int32, device=device).data_ptr()
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        if stream not in self.spaces:
-            self.spaces[stream] = torch.zeros(size, dtype=torch.int32, device=device)
-        return self.spaces[stream].data_ptr()
 
 
 SPEC = HopperForward()

@@ -15,7 +15,7 @@ import torch
 from sartor import nvrtc
 from sartor.device import Device
 from sartor.kernels import fp32_forward, hopper_forward
-from sartor.kernels.cuda import expressions, wgmma
+from sartor.kernels.cuda import expressions
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton_forward import Results
@@ -38,15 +38,9 @@ class HopperFp32:
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What TMA, wgmma and the run-time compiler need, beside what pairs do."""
-        why = fp32_forward.reasons(p, dev)
-        if dev.arch != 90:
-            why.append(f"needs compute capability 9.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
-        elif nvrtc.missing():
-            why.append(nvrtc.missing())
+        why = fp32_forward.reasons(p, dev) + hopper_forward.reasons(p, dev)
         if p.dim_v > MAX_DIM_V:
             why.append(f"needs a head dim of v up to {MAX_DIM_V}, twice which registers hold, got {p.dim_v}")
-        if p.empty:
-            why.append(f"needs a query and a key, got batch {p.batch}, {p.seqlen_q} queries, {p.seqlen_kv} keys")
         return why or launch.no_tile(self, p, dev)
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
@@ -69,15 +63,7 @@ class HopperFp32:
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
-        m = Measure.of(p, tile)
-        text = "\n".join([
-            *(f'#include "cuda/{shelf}.cuh"' for shelf in hopper_forward.SHELVES),
-            *(f"#define {name} {value}" for name, value in m.defines().items()),
-            expressions.source(p.program),
-            wgmma.wrappers((m.block_n, m.dim_v), "f16"),
-            '#include "hopper_fp32.cuh"',
-        ])  # fmt: skip
-        return nvrtc.compile(text, arch="sm_90a", include=hopper_forward.FOLDER, name="hopper_fp32.cu")
+        return hopper_forward.build(Measure.of(p, tile), "f16", ["hopper_fp32"])
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """out (b, sq, hq, dv) and lse (b, hq, sq)."""
@@ -157,7 +143,7 @@ class Ready:
     measure: Measure
     portable: Plan  # of fp32_forward, for the launches that are its
     maps: dict[tuple[str, int], bytes] = field(default_factory=dict)
-    counters: dict[int, torch.Tensor] = field(default_factory=dict)
+    counters: dict[int, torch.Tensor] = field(default_factory=dict)  # the scheduler's
 
     @classmethod
     def of(cls, binary: nvrtc.Binary, plan: Plan, out: torch.Tensor) -> Ready:
@@ -182,7 +168,7 @@ class Ready:
 
     def start(self, x: Operands, results: Results, pairs: dict[str, Any]) -> None:
         """The launch on pairs."""
-        work = self.workspace(x.q.device)
+        work = hopper_forward.stream_zeros(self.counters, 4, x.q.device)
         maps = (self.map(name, pair.data) for name, pair in pairs.items())
         units = (pair.units.data_ptr() for pair in pairs.values())
         self.kernel.launch(
@@ -209,16 +195,6 @@ class Ready:
             found = nvrtc.tensor_map(address, "float16", sizes, strides, (width, rows, 1, 1, 1), 2 * width)
             self.maps[name, address] = found
         return found
-
-    def workspace(self, device: torch.device) -> torch.Tensor:
-        """The scheduler's counters, zero as every launch leaves them. One a stream, since launches on different streams
-        may overlap; a captured graph has its own, which the graph clears."""
-        if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(4, dtype=torch.int32, device=device)
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        if stream not in self.counters:
-            self.counters[stream] = torch.zeros(4, dtype=torch.int32, device=device)
-        return self.counters[stream]
 
 
 SPEC = HopperFp32()

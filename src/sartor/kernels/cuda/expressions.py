@@ -13,7 +13,7 @@ import torch
 from sartor.mods.core import Program
 from sartor.mods.expr import Expr
 
-_TYPES = {
+TYPES = {
     "torch.float32": "float", "torch.float64": "double", "torch.bool": "bool", "torch.uint8": "u8",
     "torch.int8": "signed char", "torch.int16": "short", "torch.int32": "int", "torch.int64": "i64",
     "torch.float16": "u16", "torch.bfloat16": "u16",
@@ -85,7 +85,7 @@ def _fields(program: Program, i: int) -> list[tuple[str, str]]:
     spec = program.aux[i]
     if spec.pattern in NUMBERS:
         return [(NUMBERS[spec.pattern][0], f"a{i}")]
-    pointer = (f"const {_TYPES[spec.dtype]}* __restrict__", f"a{i}")
+    pointer = (f"const {TYPES[spec.dtype]}* __restrict__", f"a{i}")
     return [pointer, *(("i64", f"a{i}_{c}") for c in _strided(spec.pattern))]
 
 
