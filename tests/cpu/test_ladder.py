@@ -240,3 +240,9 @@ def case_triton_rung(number: str, causal: bool, n: int) -> None:
     q, k, v = testing.make_inputs(2, 3, 3, n, n, 32, dtype=torch.float16)
     out = module.run(q, k, v, causal, 32**-0.5)
     testing.check_all({"out": out}, q, k, v, layout="bhsd", causal=causal)
+
+
+def test_a_target_nobody_knows_is_refused():
+    assert [profile.provider(t) for t in ("4", "hopper", "sdpa-flash")] == ["rung:04", "sartor:hopper", "sdpa-flash"]
+    with pytest.raises(ValueError, match="'nonsense'"):
+        profile.provider("nonsense")

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from sartor import kernels
 from sartor.lab import ladder, providers
 from sartor.lab.bench import describe
 from sartor.lab.records import Record, Run, Store, read
@@ -143,10 +144,12 @@ def workload(name: str) -> Workload:
 
 
 def provider(target: str) -> str:
-    """`4` and `07a` are rungs, `sdpa-flash` and the like providers, everything else a kernel of ours."""
+    """`4` and `07a` are rungs, `sdpa-flash` and the like providers, `hopper` and the like kernels of ours."""
     if target[:1].isdigit():
         return ladder.find(target).provider
-    return target if target in providers.names() or ":" in target else f"sartor:{target}"
+    if target in kernels.families():
+        return f"sartor:{target}"
+    return providers.get(target).name  # or a ValueError that lists the known ones
 
 
 # ---- what is shown
