@@ -149,9 +149,16 @@ def run(steps: Iterable[Launch], cache: dict[object, Any], key: object = None) -
             if hasattr(compiled, "function"):  # not so in the interpreter
                 slots = {name: i for i, name in enumerate(step.arguments)}
                 start = compiled[(step.grid, 1, 1)]
-                ready.append(Ready(step.name, compiled, start, list(step.arguments.values()), slots))
+                ready.append(Ready(step.name, compiled, start, [_kept(x) for x in step.arguments.values()], slots))
     if not interpreted():
         cache["ready", key] = tuple(ready)
+
+
+def _kept(value: Any) -> Any:
+    """An argument as it waits for the next call, which brings tensors of its own: kept ones would stay allocated."""
+    if isinstance(value, torch.Tensor):
+        return None
+    return tuple(map(_kept, value)) if isinstance(value, tuple) else value
 
 
 def again(
