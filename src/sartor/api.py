@@ -64,7 +64,8 @@ def attention(
         return_lse: return (out, lse) with lse the natural-log logsumexp of the scores, float32 (batch, heads_q,
             seqlen_q), differentiable.
         out_dtype: None for the inputs' dtype, or torch.float32 for unrounded partial results.
-        kernel: "auto", or a family by name ("hopper", "fp32", "triton", "torch", ...), which then runs or raises.
+        kernel: "auto", or a family ("hopper", "fp32", "triton", "torch", ...) or one of its kernels ("fp32_forward")
+            by name, which then runs or raises.
         precision: for float32 inputs, "ieee" (float32 products) or "tf32".
 
     Returns:

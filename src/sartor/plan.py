@@ -17,12 +17,12 @@ from sartor.tuning import table
 
 
 def candidates(p: Problem) -> tuple[str, ...]:
-    """Forward kernels that may serve `p`: all, or those of the family that was asked for."""
+    """Forward kernels that may serve `p`: all, those of the family that was asked for, or the one that was."""
     if p.kernel == "auto":
         return kernels.FORWARD
-    names = tuple(n for n in kernels.FORWARD if kernels.load(n).family == p.kernel)
+    names = tuple(n for n in kernels.FORWARD if p.kernel in (n, kernels.load(n).family))
     if not names:
-        known = ", ".join(repr(f) for f in ("auto", *kernels.families()))
+        known = ", ".join(repr(f) for f in dict.fromkeys(("auto", *kernels.families(), *kernels.FORWARD)))
         raise ValueError(f"kernel must be one of {known}, got {p.kernel!r}")
     return names
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import sartor
-from sartor import kernels, mods, ops, problem, testing
+from sartor import kernels, mods, nvrtc, ops, problem, testing
 from sartor.device import ARCHITECTURES
 from sartor.mods import core
 from sartor.mods.core import resolve
@@ -58,6 +58,18 @@ def test_why_not_torch(options, change, reason):
         sartor.attention(q, k, v, kernel="torch", **options)
     assert isinstance(caught.value, NotImplementedError)
     assert "torch_cpu cannot because" in str(caught.value)
+
+
+def test_kernel_by_its_own_name():
+    """Where a family has two, either can be asked for; and the first of the family is what the family's name takes."""
+    q = torch.empty(1, 4096, 2, 64, device="meta")
+    found = {
+        kernel: sartor.explain(q, q, q, kernel=kernel, device=ARCHITECTURES[90]).plan.kernel.name
+        for kernel in ("fp32", "hopper_fp32", "fp32_forward")
+    }
+    assert found["fp32_forward"] == "fp32_forward"
+    assert found["hopper_fp32"] == "hopper_fp32" or nvrtc.missing()
+    assert found["fp32"] == ("fp32_forward" if nvrtc.missing() else "hopper_fp32")
 
 
 def test_explain_for_another_device():

@@ -26,7 +26,7 @@ def load(name: str) -> Any:
 
 
 def families() -> tuple[str, ...]:
-    """What `kernel=` accepts besides "auto"."""
+    """What `kernel=` accepts besides "auto" and single kernels."""
     return tuple(dict.fromkeys(load(name).family for name in FORWARD))
 
 
