@@ -147,7 +147,7 @@ def provider(target: str) -> str:
     """`4` and `07a` are rungs, `sdpa-flash` and the like providers, `hopper` and the like kernels of ours."""
     if target[:1].isdigit():
         return ladder.find(target).provider
-    if target in kernels.families():
+    if target in (*kernels.families(), *kernels.FORWARD):
         return f"sartor:{target}"
     return providers.get(target).name  # or a ValueError that lists the known ones
 
