@@ -170,6 +170,22 @@ struct Worker {
 
   DEVICE u32 q_tile() const { return base + (group * Q_BUFFERS + rings.q.stage()) * QTile::bytes; }
 
+  // The mask where it is no interval: a loop makes bits of it, 2 * i + e for key 8 * i + e, in few registers
+#if MASK == 2
+  DEVICE void look_at_every_key(float (&s)[BLOCK_N / 2], int first, const int (&heads)[2], const int (&query)[2]) const {
+    u64 kept[2] = {0, 0};
+#pragma unroll 2
+    for (int i = BLOCK_N / 8 - 1; i >= 0; i--)
+      UNROLL for (int r = 0; r < 2; r++)
+        UNROLL for (int e = 1; e >= 0; e--) {
+          const int kv = first + 8 * i + e;
+          kept[r] = kept[r] << 1 | (keep(batch, heads[r], query[r], kv, x, n) & (kv < n.seqlen_kv));
+        }
+    UNROLL for (int i = 0; i < BLOCK_N / 2; i++)
+      if (!(kept[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) s[i] = -INF;
+  }
+#endif
+
   // Scores as the softmax takes them: scaled and changed by the score function, -inf where masked
   DEVICE void prepare(float (&s)[BLOCK_N / 2], float scale) const {
     const int first = j * BLOCK_N + 2 * (lane & 3);
@@ -186,25 +202,23 @@ struct Worker {
     UNROLL for (int i = 0; i < BLOCK_N / 2; i++) s[i] *= scale;
 #endif
     if ((!MASK && !RAGGED) || (j < full_end && (!LOWER || j >= full_begin))) return;
-#if MASK == 2
-    UNROLL for (int i = 0; i < BLOCK_N / 2; i++) {
-      const int r = i / 2 % 2, kv = first + i / 4 * 8 + i % 2;
-      if (!(kv < n.seqlen_kv && keep(batch, heads[r], query[r], kv, x, n))) s[i] = -INF;
-    }
-#else
     int lo[2] = {0, 0}, hi[2] = {n.seqlen_kv, n.seqlen_kv};
 #if MASK
+    bool whole = true;  // whether both rows attend to all of the interval they attend within
     UNROLL for (int r = 0; r < 2; r++) {
       const Span span = rows(batch, heads[r], query[r], x, n);
       lo[r] = span.lo, hi[r] = imin(span.hi, n.seqlen_kv);
+      whole &= span.lo == span.full_lo && span.hi == span.full_hi;
     }
+#endif
+#if MASK == 2
+    if (!whole) return look_at_every_key(s, first, heads, query);
 #endif
     UNROLL for (int r = 0; r < 2; r++) lo[r] -= first, hi[r] -= first;
     UNROLL for (int i = 0; i < BLOCK_N / 2; i++) {
       const int r = i / 2 % 2, offset = i / 4 * 8 + i % 2;
       if (offset >= hi[r] || (LOWER && offset < lo[r])) s[i] = -INF;
     }
-#endif
   }
 
   // What is left of a finished query tile: its place, its normalisers
