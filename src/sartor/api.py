@@ -77,19 +77,19 @@ def attention(
         TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came.
         Unsupported (a NotImplementedError): no kernel, or not the one asked for, can run this; with every reason.
     """
-    q, k, v = _inputs(q, k, v, layout)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _autocast(q, k, v)
     call = Call(
         q, k, v, bias, mask, alibi_slopes, sinks, causal, tuple(window) if isinstance(window, list) else window,
-        softmax_scale, softcap, deterministic, out_dtype, kernel, precision,
+        softmax_scale, softcap, deterministic, out_dtype, kernel, precision, layout,
     )  # fmt: skip
     if forward_ad._current_level >= 0:
         _refuse_tangents(call)
     if _needs_operator(q):
-        out, lse = torch.ops.sartor.attention(*ops.as_operator_arguments(call))
+        out, lse = torch.ops.sartor.attention(*ops.as_operator_arguments(call.bshd()))
+        out = out.transpose(1, 2) if layout == "bhsd" else out
     else:
         out, lse = ops.run(call)
-    if layout == "bhsd":
-        out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 
 
@@ -108,7 +108,8 @@ def explain(
     unknown = set(options) - set(attention.__kwdefaults__ or ())
     if unknown:
         raise TypeError(f"explain() got unknown arguments {sorted(unknown)}")
-    call = Call(*_inputs(q, k, v, layout), **options)
+    q, k, v = _autocast(q, k, v)
+    call = Call(q, k, v, layout=layout, **options)
     return explain_problem(Problem.of(call), device or Device.of(call.q.device))
 
 
@@ -140,26 +141,17 @@ def merge_states(
     return out1.float() * share1 + out2.float() * share2, torch.log(total) + base
 
 
-def _inputs(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
-    """q, k, v in layout "bshd", in the autocast dtype where autocast is on."""
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout must be 'bshd' or 'bhsd', got {layout!r}")
-    if isinstance(q, torch.Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (_autocast(t, q.device.type) for t in (q, k, v))
-    if layout == "bshd":
+def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """q, k and v in the autocast dtype, where autocast is on."""
+    if not isinstance(q, torch.Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: {str(t)[:60]}")
-        if t.dim() != 4:
-            raise ValueError(f"{name} must have 4 dims (batch, heads, seqlen, dim), got {t.dim()}: {tuple(t.shape)}")
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    dtype = torch.get_autocast_dtype(q.device.type)
 
+    def cast(t: Any) -> Any:
+        narrow = isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(dtype) if narrow else t
 
-def _autocast(t: Any, device: str) -> Any:
-    if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64:
-        return t.to(torch.get_autocast_dtype(device))
-    return t
+    return cast(q), cast(k), cast(v)
 
 
 def _refuse_tangents(call: Call) -> None:

@@ -334,6 +334,21 @@ class Kernel:
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 
 
+class TensorMaps(dict[int, bytes]):
+    """`tensor_map`s by address, made when first asked for, of an operand whose other arguments stay."""
+
+    MOST = 4096
+
+    def __init__(self, *rest: Any) -> None:
+        self.rest = rest
+
+    def __missing__(self, address: int) -> bytes:
+        if len(self) >= self.MOST:
+            self.clear()
+        found = self[address] = tensor_map(address, *self.rest)
+        return found
+
+
 def tensor_map(
     address: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> bytes:

@@ -30,14 +30,17 @@ class Prepared:
     device: Device
     forward: Plan
     template: Template
+    any_layout: bool  # whether the forward kernel takes and gives layout bhsd too
     backward: Plan | None = None
 
     def operands(self, call: Call) -> Operands:
-        """The data of one call, dense in the last dim."""
-        q, k, v = call.q, call.k, call.v
+        """The data of one call, dense in the last dim, in a layout that the forward kernel takes."""
+        q, k, v, layout = call.q, call.k, call.v, call.layout
+        if layout != "bshd" and not self.any_layout:
+            q, k, v, layout = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), "bshd"
         if self.problem.copies:
             q, k, v = (t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v))
-        return Operands(q, k, v, call.sinks, aux_values(call, self.template))
+        return Operands(q, k, v, call.sinks, aux_values(call, self.template), layout)
 
     def backward_plan(self) -> Plan:
         """Chosen at the first backward."""
@@ -66,7 +69,8 @@ def prepare(call: Call) -> Prepared:
     if found is None:
         problem, template = Problem.parse(call)
         device = Device.of(call.q.device)
-        found = Prepared(problem, device, own(choose(problem, device)), template)
+        forward = own(choose(problem, device))
+        found = Prepared(problem, device, forward, template, getattr(forward.kernel, "any_layout", False))
         if len(_PREPARED) >= _MOST_PREPARED:
             _PREPARED.clear()
         _PREPARED[key] = found
@@ -74,13 +78,16 @@ def prepare(call: Call) -> Prepared:
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:
-    """out and lse of a call, differentiable, by the cheap route."""
+    """out, in the layout of the call, and lse; differentiable, by the cheap route."""
     prepared = prepare(call)
-    inputs = (call.q, call.k, call.v, call.bias, call.sinks)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        result: tuple[Tensor, Tensor] = _Attention.apply(*inputs, call, prepared)
-        return result
-    return _forward(prepared, prepared.operands(call))
+    if torch.is_grad_enabled() and call.needs_gradient:
+        call_, given = call.bshd(), "bshd"
+        out, lse = _Attention.apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared)
+    else:
+        x = prepared.operands(call)
+        given = x.layout
+        out, lse = _forward(prepared, x)
+    return (out if given == call.layout else out.transpose(1, 2)), lse
 
 
 def _forward(prepared: Prepared, x: Operands) -> tuple[Tensor, Tensor]:

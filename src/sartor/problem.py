@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,14 +17,15 @@ from sartor.mods.core import Mask, Program, Score, four_dims, resolve
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DIM = 512
 PRECISIONS = ("ieee", "tf32")
+LAYOUTS = {"bshd": "(batch, seqlen, heads, dim)", "bhsd": "(batch, heads, seqlen, dim)"}
 Template = tuple[int | float | None, ...]  # the aux values of equal calls: numbers, and None for a tensor of the call
 
 
 @dataclass(slots=True)
 class Call:
-    """One call as the user made it, in layout (batch, seqlen, heads, dim). `key` is all of it but the data."""
+    """One call as the user made it. `key` is all of it but the data."""
 
-    q: torch.Tensor  # (b, sq, hq, d)
+    q: torch.Tensor  # (b, sq, hq, d); here and below in layout bshd
     k: torch.Tensor  # (b, skv, hkv, d)
     v: torch.Tensor  # (b, skv, hkv, dv)
     bias: torch.Tensor | None = None  # broadcastable to (b, hq, sq, skv)
@@ -39,6 +40,7 @@ class Call:
     out_dtype: torch.dtype | None = None
     kernel: str = "auto"
     precision: str = "ieee"
+    layout: str = "bshd"  # of q, k and v: one of LAYOUTS
 
     def key(self) -> tuple[Any, ...]:
         """Equal keys mean equal problems and equal plans; made on every call, so it only reads attributes."""
@@ -50,7 +52,24 @@ class Call:
             q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
             None if plain else (_extra_key(bias), _extra_key(mask), _extra_key(slopes), _extra_key(sinks)),
             self.causal, self.window, self.softmax_scale, self.softcap, self.deterministic,
-            self.out_dtype, self.kernel, self.precision,
+            self.out_dtype, self.kernel, self.precision, self.layout,
+        )  # fmt: skip
+
+    def bshd(self) -> Call:
+        """The call in layout bshd. Raises TypeError or ValueError where q, k or v alone is wrong."""
+        _check_each(self)
+        if self.layout == "bshd":
+            return self
+        q, k, v = (t.transpose(1, 2) for t in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, layout="bshd")
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether autograd follows one of the inputs."""
+        bias, sinks = self.bias, self.sinks
+        return (
+            self.q.requires_grad or self.k.requires_grad or self.v.requires_grad
+            or (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
         )  # fmt: skip
 
 
@@ -89,6 +108,7 @@ class Problem:
     copies: tuple[str, ...] = ()
     out_like_q: bool = False  # out has the shape, dtype and memory of q
     rows_on_16_bytes: bool = True  # every row of q, k and v starts on a multiple of 16 bytes
+    aux_on_16_bytes: bool = True  # and every row of keys of what masks and scores read
 
     @classmethod
     def of(cls, call: Call) -> Problem:
@@ -98,6 +118,7 @@ class Problem:
     @classmethod
     def parse(cls, call: Call) -> tuple[Problem, Template]:
         """The problem of a call, and the template of its aux values: the mods are built and traced here, once."""
+        call = call.bshd()
         _check_tensors(call)
         b, sq, hq, d = call.q.shape
         skv, hkv, dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
@@ -117,6 +138,7 @@ class Problem:
             call.out_dtype in (None, call.q.dtype) and d == dv
             and (call.q.is_contiguous() or call.q.transpose(1, 2).is_contiguous()),
             all(_rows_on_16_bytes(t) for t in dense.values()),
+            all(_rows_on_16_bytes(t) for t in values if isinstance(t, torch.Tensor) and t.shape[3] == skv > 1),
         )  # fmt: skip
         return problem, template
 
@@ -231,7 +253,9 @@ def aux_values(call: Call, template: Template | None = None) -> tuple[int | floa
     return tuple(next(left) if value is None else value for value in template)
 
 
-def _check_tensors(call: Call) -> None:
+def _check_each(call: Call) -> None:
+    if call.layout not in LAYOUTS:
+        raise ValueError(f"layout must be {' or '.join(map(repr, LAYOUTS))}, got {call.layout!r}")
     for name in ("q", "k", "v"):
         t = getattr(call, name)
         if not isinstance(t, torch.Tensor):
@@ -239,9 +263,12 @@ def _check_tensors(call: Call) -> None:
         if t.layout != torch.strided:
             raise TypeError(f"{name} must be a dense (strided) tensor, got layout {t.layout}")
         if t.dim() != 4:
-            raise ValueError(f"{name} must have 4 dims (batch, seqlen, heads, dim), got {t.dim()}: {tuple(t.shape)}")
+            raise ValueError(f"{name} must have 4 dims {LAYOUTS[call.layout]}, got {t.dim()}: {tuple(t.shape)}")
         if t.dtype not in DTYPES:
             raise TypeError(f"{name} must have dtype float16, bfloat16, float32 or float64, got dtype {t.dtype}")
+
+
+def _check_tensors(call: Call) -> None:
     q, k, v = call.q, call.k, call.v
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:

@@ -14,13 +14,15 @@ from sartor.problem import Problem
 
 @dataclass(slots=True)
 class Operands:
-    """The data of one call, in layout (batch, seqlen, heads, dim), views of what the caller passed."""
+    """The data of one call, views of what the caller passed, in layout (batch, seqlen, heads, dim). A kernel whose
+    `any_layout` is true gets layout bhsd as well, and gives its output in the layout it got."""
 
     q: torch.Tensor  # (b, sq, hq, d)
     k: torch.Tensor  # (b, skv, hkv, d)
     v: torch.Tensor  # (b, skv, hkv, dv)
     sinks: torch.Tensor | None = None  # (hq,)
     aux: tuple[int | float | torch.Tensor, ...] = ()  # numbers, and tensors broadcastable to (b, hq, sq, skv)
+    layout: str = "bshd"
 
 
 class Saved(NamedTuple):
@@ -138,10 +140,12 @@ def heads_outermost(q: torch.Tensor) -> bool:
     return q.shape[1] > 1 and q.shape[2] > 1 and q.stride(2) > q.stride(1)
 
 
-def allocate_out(p: Problem, q: torch.Tensor) -> torch.Tensor:
-    """An uninitialised (b, sq, hq, dv) tensor in the memory order of q: sequence or heads outermost."""
+def allocate_out(p: Problem, q: torch.Tensor, layout: str = "bshd") -> torch.Tensor:
+    """An uninitialised (b, sq, hq, dv) tensor in the layout and memory order of q: sequence or heads outermost."""
     if p.out_like_q:
         return torch.empty_like(q)
+    if layout == "bhsd":
+        return allocate_out(p, q.transpose(1, 2)).transpose(1, 2)
     b, sq, hq, dv = p.batch, p.seqlen_q, p.heads_q, p.dim_v
     if sq > 1 and hq > 1 and q.stride(2) > q.stride(1):
         return torch.empty((b, hq, sq, dv), dtype=p.out_dtype, device=q.device).transpose(1, 2)
