@@ -183,9 +183,10 @@ def tune(
     out: Annotated[Path, typer.Option(help="table to write or update")] = Path("sm.jsonl"),
     dims: Annotated[str, typer.Option(help="comma-separated; by default all that have a row")] = "",
     dtypes: str = "bfloat16",
+    kernels: Annotated[str, typer.Option(help="comma-separated kernels; by default all that have tiles")] = "",
     workers: Annotated[int, typer.Option(help="processes that compile")] = 8,
 ) -> None:
-    """Time every legal tile of the Triton kernels on this GPU and write the fastest into a tuning table."""
+    """Time the legal tiles of the GPU kernels on this GPU and write the fastest into a tuning table."""
     with friendly():
         import torch
 
@@ -194,11 +195,14 @@ def tune(
         if not torch.cuda.is_available():
             raise ValueError("tune needs an NVIDIA GPU, none is here")
         wanted = [int(d) for d in dims.split(",")] if dims else search.DIMS
+        names = kernels.split(",") if kernels else search.KERNELS
+        if set(names) - set(search.KERNELS):
+            raise ValueError(f"--kernels must be among {', '.join(search.KERNELS)}, got {kernels!r}")
         found = {}
-        for job, trials in search.search(search.jobs(wanted, dtypes.split(",")), workers, typer.echo):
+        for job, trials in search.search(search.jobs(wanted, dtypes.split(","), names), workers, typer.echo):
             found[job] = trials[0]
             typer.echo(f"  {trials[0].tile}: {job.tflop / trials[0].ms * 1e3:.0f} TFLOP/s")
-        search.write(search.rows(found, search.provenance()), out)
+        search.write(search.rows(found), out)
     typer.echo(f"wrote {out}; the tables that come with sartor are src/sartor/tuning/data/sm<arch>.jsonl")
 
 

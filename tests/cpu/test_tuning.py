@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+
 import pytest
 import torch
 
@@ -58,15 +61,40 @@ def test_rows_come_with_fewest_keys_first():
         assert limits == sorted(set(limits))
 
 
-def test_rows_are_written_once_per_length(tmp_path):
+def test_rows_are_written_once_per_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "provenance", lambda kernel: "a test")
     path = tmp_path / "sm90.jsonl"
     lengths = ((512, 512), (4096, None))
     jobs = [search.Job("triton_forward", "forward", 128, "full", seqlen=n, keys=keys) for n, keys in lengths]
     for ms in (2.0, 1.0):
         found = {job: search.Trial(MIDDLE, ms=ms) for job in jobs}
-        search.write(search.rows(found, "a test"), path)
+        search.write(search.rows(found), path)
     lines = path.read_text().splitlines()
     assert len(lines) == 2
     assert '"keys": 512' in lines[0]
     assert '"ms": 1.0' in lines[0]
     assert "keys" not in lines[1]
+    assert json.loads(lines[1])["tflops"] == pytest.approx(jobs[1].tflop * 1e3, rel=1e-3)
+
+
+def test_hopper_jobs():
+    """Each kernel in its dtype, short lengths apart; a kernel by name is that one only."""
+    found = list(search.jobs([64], names=search.HOPPER))
+    assert {(j.kernel, j.dtype, j.mask, j.keys) for j in found} == {
+        *(("hopper_forward", "bfloat16", mask, keys) for mask in ("full", "band") for keys in (None, 1024)),
+        *(("hopper_fp32", "float32", mask, None) for mask in ("full", "band")),
+    }
+    assert {j.kernel for j in search.jobs([64], names=["triton_backward"])} == {"triton_backward"}
+
+
+@pytest.mark.parametrize("dim", [40, 64, 128, 256])
+def test_hopper_candidates(dim):
+    """Every tuned tile is a candidate; of a shape there are two at most."""
+    legal = list(kernels.load("hopper_forward").tiles(problem(4096, dim), DEVICE))
+    job = search.Job("hopper_forward", "forward", dim, "full")
+    found = search.hopper_candidates(job, legal)
+    assert set(found) <= set(legal)
+    assert max(Counter((t.block_m, t.block_n) for t in found).values()) == 2
+    tuned, source = table.lookup(kernels.load("hopper_forward"), problem(4096, dim), DEVICE)
+    assert "sm90" in source
+    assert tuned in found

@@ -1,6 +1,6 @@
 """Search for tiles on the GPU in front of you, and write tuning rows with their provenance.
 
-Every legal tile of a kernel is compiled (in parallel processes, which fill Triton's disk cache), those that spill are
+Every legal tile of a kernel is compiled (in parallel processes, which fill the disk caches), those that spill are
 dropped, the rest are timed round-robin, and the fastest becomes a row of data/sm<arch>.jsonl.
 """
 
@@ -13,25 +13,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sartor import kernels
+from sartor import kernels, nvrtc
 from sartor.device import Device
 from sartor.kernels.parts import launch as launching
 from sartor.kernels.spec import Operands, Plan, Saved, Tile
 from sartor.problem import Call, Problem, aux_values
 
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-PARTS = tuple(
-    (f"{family}_{pass_}", launch)
-    for family in ("triton", "fp32")
-    for pass_, launch in (("forward", "forward"), ("backward", "dkdv"), ("backward", "dq"))
-)
-SHORT = (512, 2048)  # lengths for which the forward has rows of its own
+TRITON = tuple(f"{family}_{pass_}" for family in ("triton", "fp32") for pass_ in ("forward", "backward"))
+HOPPER = ("hopper_forward", "hopper_fp32")
+KERNELS = (*HOPPER, *TRITON)
+SHORT = {"hopper_forward": (1024,), "triton_forward": (512, 2048)}  # lengths for which a forward has rows of its own
 
 
 @dataclass(frozen=True)
@@ -73,31 +72,34 @@ class Trial:
     failed: str = ""
 
 
-def jobs(dims: Iterable[int] = DIMS, dtypes: Iterable[str] = ("bfloat16", "float32")) -> Iterator[Job]:
-    """What `sartor tune` fills the table with."""
-    for dtype in dtypes:
-        for dim in dims:
-            for mask in ("full", "band"):
-                for kernel, launch in PARTS:
-                    if kernel.startswith("triton"):
-                        size = (1, 16, 2048) if dtype == "float32" else (4, 16, 4096)
-                        yield Job(kernel, launch, dim, mask, dtype, *size)
-                    elif dtype == "float32":
-                        yield Job(kernel, launch, dim, mask, dtype, 2, 12, 4096)
-            for mask in ("full", "band", "tensor", "score") if dtype == "bfloat16" else ():
-                for length in SHORT if mask in ("full", "band") else (None,):
-                    n = length or 4096
-                    yield Job("triton_forward", "forward", dim, mask, dtype, 16384 // n, 16, n, length)
+def jobs(
+    dims: Iterable[int] = DIMS, dtypes: Iterable[str] = ("bfloat16", "float32"), names: Iterable[str] = KERNELS
+) -> Iterator[Job]:
+    """What `sartor tune` fills the table with, of the kernels named."""
+    for dtype, dim, kernel in product(dtypes, dims, names):
+        narrow = dtype == "float32"
+        if kernel in (("hopper_forward",) if narrow else ("hopper_fp32", "fp32_forward", "fp32_backward")):
+            continue
+        size = (4, 16, 4096) if not narrow else (1, 16, 2048) if kernel.startswith("triton") else (2, 12, 4096)
+        for launch, mask in product(("dkdv", "dq") if kernel.endswith("backward") else ("forward",), ("full", "band")):
+            yield Job(kernel, launch, dim, mask, dtype, *size)
+            for n in () if narrow else SHORT.get(kernel, ()):
+                yield Job(kernel, launch, dim, mask, dtype, 16384 // n, 16, n, n)
+        for mask in ("tensor", "score") if kernel == "triton_forward" and not narrow else ():
+            yield Job(kernel, "forward", dim, mask, dtype)
 
 
-def runner(job: Job, tile: Tile, call: Call) -> tuple[dict[object, Any], Callable[[], Any]]:
-    """The cache a compiled kernel goes to, and a closure that launches the job's kernel once with the tile."""
+def runner(job: Job, tile: Tile, call: Call) -> tuple[int, Callable[[], Any]]:
+    """Bytes that the job's kernel spills with the tile, and a closure that launches it once."""
     problem = Problem.of(call)
     plan = Plan(kernels.load(job.kernel), problem, Device.of(call.q.device), tile, "tuning")
     x = Operands(call.q, call.k, call.v, aux=aux_values(call))
+    spec: Any = plan.kernel
+    if job.kernel in HOPPER:
+        resources = spec.compile(problem, tile).resources.values()
+        return sum(r.spill_bytes for r in resources), lambda: spec.run(plan, x)
     out = torch.randn_like(call.q)
     lse = torch.full((problem.batch, problem.heads_q, problem.seqlen_q), 8.0, device="cuda")
-    spec: Any = plan.kernel
     if job.launch == "forward":
         steps = spec.launches(plan, x, out, lse)
     else:
@@ -108,15 +110,20 @@ def runner(job: Job, tile: Tile, call: Call) -> tuple[dict[object, Any], Callabl
         work["lse_log2"].fill_(8.0)
         steps = spec.launches(plan, x, saved, work)
     launching.run([step for step in steps if step.name.startswith("split ")], {})  # what the launch reads
-    steps = [step for step in steps if step.name == job.launch]
-    launching.run(steps, plan.cache)
-    return plan.cache, lambda: launching.again({}, plan.cache)
+    (step,) = (step for step in steps if step.name == job.launch)
+    launching.run([step], plan.cache)
+    ready: Any = plan.cache["ready", None]
+    spills = sum(getattr(r.compiled, "n_spills", 0) for r in ready)
+    return spills, lambda: launching.again(step.arguments, plan.cache)
 
 
 def candidates(job: Job) -> list[Tile]:
     """Legal tiles worth the GPU's time; what is left out was never near the front."""
-    problem = Problem.of(replace(job, batch=1).call())
-    legal = list(kernels.load(job.kernel).tiles(problem, Device.of(torch.device("cuda"))))
+    problem, device = Problem.of(replace(job, batch=1).call()), Device.of(torch.device("cuda"))
+    spec = kernels.load(job.kernel)
+    legal = [] if spec.why_not(problem, device) else list(spec.tiles(problem, device))
+    if job.kernel in HOPPER:
+        return hopper_candidates(job, legal)
     tiles = [t.then if job.launch == "dq" and t.then else t for t in legal]
     held = {"forward": "block_m", "dkdv": "block_n", "dq": "block_m"}[job.launch]
     found = []
@@ -136,14 +143,24 @@ def candidates(job: Job) -> list[Tile]:
     return [t if t.then or job.launch == "forward" else replace(t, then=t) for t in found]
 
 
+def hopper_candidates(job: Job, legal: list[Tile]) -> list[Tile]:
+    """Of each shape the two with the most stages."""
+    found: dict[tuple[int, int], list[Tile]] = {}
+    for t in legal:
+        if t.block_n >= (32 if job.dim > 160 else 64) and (t.block_m > 64 or job.keys):
+            found.setdefault((t.block_m, t.block_n), []).append(t)
+    return [t for tiles in found.values() for t in sorted(tiles, key=lambda t: -t.stages)[:2]]
+
+
 def compile_tile(job: Job, tile: Tile) -> Trial:
     """Compile and run once; spills, or why it failed."""
     try:
-        cache, _ = runner(job, tile, replace(job, batch=1).call())
+        spills, run = runner(job, tile, replace(job, batch=1).call())
+        run()
         torch.cuda.synchronize()
     except Exception as error:
         return Trial(tile, failed=f"{type(error).__name__}: {str(error)[:200]}")
-    return Trial(tile, spills=sum(getattr(r.compiled, "n_spills", 0) for r in cache["ready", None]))
+    return Trial(tile, spills)
 
 
 def measure(job: Job, trials: list[Trial], rounds: int = 7) -> list[Trial]:
@@ -186,7 +203,7 @@ def search(work: Iterable[Job], workers: int, log: Callable[[str], None]) -> Ite
             yield job, measure(job, usable)
 
 
-def rows(found: dict[Job, Trial], record: str) -> list[str]:
+def rows(found: dict[Job, Trial]) -> list[str]:
     """Lines of the tuning table; the backward's two launches share one."""
     lines = []
     for job, best in found.items():
@@ -200,15 +217,18 @@ def rows(found: dict[Job, Trial], record: str) -> list[str]:
         numbers = [n for t in tiles for n in (t.block_m, t.block_n, t.warps, t.stages)]
         line = {"kernel": job.kernel, "bits": bits, "mask": job.mask, "dim": job.dim, "dim_v": job.dim}
         line |= {"keys": job.keys} if job.keys else {}
-        lines.append(json.dumps(line | {"tile": numbers, "ms": round(ms, 4), "spills": spills, "record": record}))
+        line |= {"tile": numbers, "ms": round(ms, 4)}
+        line |= {"tflops": round(job.tflop / ms * 1e3, 1)} if job.launch == "forward" else {}
+        lines.append(json.dumps(line | {"spills": spills, "record": provenance(job.kernel)}))
     return lines
 
 
-def provenance() -> str:
-    """Where rows made now come from: device, compiler, day."""
+def provenance(kernel: str) -> str:
+    """Where rows of a kernel made now come from: device, compiler, day."""
     from importlib.metadata import version
 
-    return f"{torch.cuda.get_device_name()}, Triton {version('triton')}, {time.strftime('%Y-%m-%d')}"
+    compiler = f"NVRTC {nvrtc.compiler().split()[0]}" if kernel in HOPPER else f"Triton {version('triton')}"
+    return f"{torch.cuda.get_device_name()}, {compiler}, {time.strftime('%Y-%m-%d')}"
 
 
 def write(rows: list[str], path: Path) -> None:
