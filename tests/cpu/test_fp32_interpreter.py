@@ -143,6 +143,17 @@ def case_hard_data(case, causal):
             assert ours <= 4 * theirs + 4e-7, f"{name}, column {column}: {ours:.1e}, PyTorch {theirs:.1e}"
 
 
+def case_keys_of_little_weight(monkeypatch):
+    """dv is as accurate where no query gives a key more than 1e-13, and no tile is computed again for it."""
+    found = marks(monkeypatch)
+    q, k, v = inputs(sq=64, skv=80)
+    bias = torch.zeros(64, 80)
+    bias[:, 16:32] = -30.0
+    verify_as(q, k, v, kernel="fp32", bias=bias)
+    assert found
+    assert not any(count for _, count in found)
+
+
 def case_wide_heads_alone_are_computed_again(monkeypatch):
     found = marks(monkeypatch)
     q, k, v = inputs(hq=3, hkv=3, sq=64, skv=64)

@@ -74,16 +74,19 @@ if launch.available():
 
     @triton.jit
     def _gradient_tile(
-        s, dp, lse, delta, gain, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
-        KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, MASKED: tl.constexpr,
-        BOUNDED: tl.constexpr, SAFE: tl.constexpr, GAINS: tl.constexpr,
+        s, dp, units, lse, delta, gain, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
+        KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
+        MASKED: tl.constexpr, BOUNDED: tl.constexpr, SAFE: tl.constexpr, GAINS: tl.constexpr,
     ):  # fmt: skip
         """(weights, d score, d raw score, keep) of a tile, to which q, kv, lse, delta and gain are broadcastable.
 
-        `keep` is looked at where `partial`; SAFE also takes NaN out of what the mask hides.
+        `units` are those of the factors of s, then of dp. `keep` is looked at where `partial`; SAFE also takes NaN out
+        of what the mask hides.
         """
         if PRESCALE:
-            s = s * scale
+            s = products.times(s, units[0], units[1], PRECISION) * scale
+        else:
+            factor = products.times(factor, units[0], units[1], PRECISION)
         x = s
         query, key = valid(q, seqlen_q, BOUNDED), valid(kv, seqlen_kv, BOUNDED)
         if SCORE is not None:
@@ -107,7 +110,7 @@ if launch.available():
         w = tl.exp2(tl.minimum(x * factor - lse, most, propagate_nan=tl.PropagateNan.ALL))
         if GAINS == "given":
             w = w * gain
-        ds = w * (dp - delta)
+        ds = w * (products.times(dp, units[2], units[3], PRECISION) - delta)
         draw = ds
         if DSCORE is not None:
             draw = ds * DSCORE(s, b, h, query, key, aux)
@@ -142,11 +145,9 @@ if launch.available():
             dout_unit = products.unit_of(dout_units, start, PRECISION)
             q = products.load(q_base + first * q_stride, o_m, q_stride, left, DIM, CHUNKS, BOUNDED, PRECISION)
             s = products.dot_nt(k, q, CHUNKS, PRECISION)  # [N, D] @ [D, M] -> [N, M]
-            s = products.times(s, k_unit, q_unit, PRECISION)
             dout_rows = dout_base + first * dout_stride
             dout = products.load(dout_rows, o_m, dout_stride, left, DIM_V, CHUNKS_V, BOUNDED, PRECISION)
             dp = products.dot_nt(v, dout, CHUNKS_V, PRECISION)  # [N, DV] @ [DV, M] -> [N, M]
-            dp = products.times(dp, v_unit, dout_unit, PRECISION)
             lse, delta = _load_rows(lse_base, delta_base, start + o_m, seqlen_q, BOUNDED)
             lse = products.resolved(lse, k_unit, q_unit, scale, DIM, PRECISION)
             gain = gains
@@ -154,8 +155,9 @@ if launch.available():
                 gain = tl.load(gains + start + o_m, mask=start + o_m < seqlen_q, other=1.0)[None, :]
             partial = (start < full_lo) | (start + BLOCK_M > full_hi) | (MASKED == 2)
             w, ds, draw, keep = _gradient_tile(
-                s, dp, lse[None, :], delta[None, :], gain, partial, b, h, (start + o_m)[None, :], kv[:, None], aux,
-                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, SAFE, GAINS,
+                s, dp, (k_unit, q_unit, v_unit, dout_unit), lse[None, :], delta[None, :], gain, partial, b, h,
+                (start + o_m)[None, :], kv[:, None], aux, seqlen_q, seqlen_kv, scale, factor,
+                KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED, SAFE, GAINS,
             )  # fmt: skip
             if SAFE:
                 dv = tiles.add_attended(
@@ -164,7 +166,7 @@ if launch.available():
                 q = tiles.finite_tile(q, CHUNKS)
             else:
                 # [N, M] @ [M, DV] -> [N, DV]
-                dv = products.add_dot(dv, w, dout, dout_unit, CHUNKS_V, PRECISION, True)
+                dv = products.add_dot(dv, w, dout, dout_unit, CHUNKS_V, PRECISION, False)
             dk = products.add_dot(dk, draw, q, q_unit, CHUNKS, PRECISION, False)  # [N, M] @ [M, D] -> [N, D]
         return dk, dv
 
@@ -281,15 +283,14 @@ if launch.available():
             v_unit = products.unit_of(v_units, start, PRECISION)
             k = products.load(k_base + first * k_stride, o_n, k_stride, left, DIM, CHUNKS, BOUNDED, PRECISION)
             s = products.dot_nt(q, k, CHUNKS, PRECISION)  # [M, D] @ [D, N] -> [M, N]
-            s = products.times(s, q_unit, k_unit, PRECISION)
             v = products.load(v_base + first * v_stride, o_n, v_stride, left, DIM_V, CHUNKS_V, BOUNDED, PRECISION)
             dp = products.dot_nt(dout, v, CHUNKS_V, PRECISION)  # [M, DV] @ [DV, N] -> [M, N]
-            dp = products.times(dp, dout_unit, v_unit, PRECISION)
             partial = (start < full_lo) | (start + BLOCK_N > full_hi) | (MASKED == 2)
             rows_lse = products.resolved(lse, q_unit, k_unit, scale, DIM, PRECISION)
             w, ds, draw, keep = _gradient_tile(
-                s, dp, rows_lse[:, None], delta[:, None], None, partial, b, h, q_rows[:, None], (start + o_n)[None, :],
-                aux, seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, SAFE, GAINS,
+                s, dp, (q_unit, k_unit, dout_unit, v_unit), rows_lse[:, None], delta[:, None], None, partial, b, h,
+                q_rows[:, None], (start + o_n)[None, :], aux, seqlen_q, seqlen_kv, scale, factor,
+                KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED, SAFE, GAINS,
             )  # fmt: skip
             if GAINS is not None:
                 total += tl.sum(w, 1)
@@ -450,8 +451,9 @@ if launch.available():
             if GAINS is not None:
                 gain = tl.load(gain_ptr + rows + q_rows, mask=q_rows < seqlen_q, other=1.0)[:, None]
             w, ds, draw, keep = _gradient_tile(
-                s, dp, lse[:, None], delta[:, None], gain, True, b, h, q_rows[:, None], kv[None, :], aux,
-                seqlen_q, seqlen_kv, scale, factor, KEEP, SCORE, DSCORE, PRESCALE, True, BOUNDED, True, GAINS,
+                s, dp, (1, 1, 1, 1), lse[:, None], delta[:, None], gain, True, b, h, q_rows[:, None], kv[None, :], aux,
+                seqlen_q, seqlen_kv, scale, factor,
+                KEEP, SCORE, DSCORE, PRESCALE, PRECISION, True, BOUNDED, True, GAINS,
             )  # fmt: skip
             total += ds
         _store_dbias(

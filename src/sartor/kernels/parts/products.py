@@ -128,8 +128,8 @@ def halves(w):
 def add_dot(acc, w, y, unit, CHUNKS: tl.constexpr, PRECISION: tl.constexpr, WEIGHTS: tl.constexpr):
     """acc + w @ y, chunk by chunk: [M, N] @ [N, D] -> [M, D] float32.
 
-    In pairs `unit` is that of y, and w is split here: WEIGHTS, in [0, 1], all by 2^14; others row by row, each by the
-    power of two that its largest element wants.
+    In pairs `unit` is that of y, and w is split here: WEIGHTS of a forward, of which each row has one near 1, all by
+    2^14; others row by row, each by the power of two that its largest element wants: a key may have tiny weights only.
     """
     result = ()
     if PRECISION == "pairs":
