@@ -71,13 +71,14 @@ class Explanation:
 
 
 def _in_words(plan: Plan | None) -> str:
-    """A plan, its tiles and what a block holds in shared memory."""
+    """A plan, its tiles, what a thread holds in registers and a block in shared memory."""
     if plan is None or plan.tile is None:
         return str(plan or "none")
     tiles = [plan.tile, plan.tile.then] if plan.tile.then else [plan.tile]
     shapes = [f"{t.block_m} queries x {t.block_n} keys, {t.warps} warps, stages {t.stages}" for t in tiles]
-    shared = "" if plan.shared_bytes is None else f"; {plan.shared_bytes} bytes of shared memory a block"
-    return f"{plan}\n            {', then '.join(shapes)}{shared}"
+    held = {"registers a thread": plan.registers, "bytes of shared memory a block": plan.shared_bytes}
+    words = [", then ".join(shapes), *(f"{count} {what}" for what, count in held.items() if count is not None)]
+    return f"{plan}\n            {'; '.join(words)}"
 
 
 def explain(p: Problem, dev: Device) -> Explanation:

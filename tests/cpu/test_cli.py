@@ -1,13 +1,20 @@
 """The command line: friendly errors, pure explanations, an ad-hoc bench from end to end."""
 
+import math
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import sartor
+from sartor import nvrtc
 from sartor.cli import app
+from sartor.device import ARCHITECTURES
+from sartor.kernels.spec import Plan
+from sartor.lab import roofline
 from sartor.lab.adhoc import number, pair
+from sartor.lab.workloads import Workload
+from sartor.tuning import table
 
 
 def invoke(*args: str, code: int = 0) -> str:
@@ -46,6 +53,23 @@ def test_explain_plans_for_an_architecture_that_is_not_here() -> None:
     output = invoke("explain", "--device", "sm90", "--seqlen", "4k", "--dim", "128", "--mask", "causal")
     assert "H200" in output
     assert "forward:" in output
+    assert "the ceilings allow" in output
+    assert ("predicted" in output) == ("hopper_forward[" in output)
+
+
+def test_explain_predicts_what_a_tuned_tile_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its FLOPs at the rate of the row; nothing where the row is another mask's; the ceilings of the records."""
+    monkeypatch.setattr(nvrtc, "missing", lambda: "")
+    monkeypatch.setattr(Plan, "registers", 168)
+    flags = ("--device", "sm90", "--batch", "2", "--seqlen", "4k", "--dim", "128")
+    w = Workload(2, 16, 16, 4096, 4096, 128, 128, "bfloat16", "full")
+    row = next(r for r in table.rows(90)["hopper_forward", 16, 128, 128, "full"] if r.keys == math.inf)
+    output = invoke("explain", *flags)
+    assert "168 registers a thread" in output
+    assert f"predicted {w.flops / row.tflops * 1e-9:.3g} ms" in output
+    assert f"the ceilings allow {roofline.recorded(ARCHITECTURES[90]).ms(w):.3g} ms" in output
+    assert "predicted" not in invoke("explain", *flags, "--mask", "document8")
+    assert "predicted" not in invoke("explain", *flags, "--kernel", "triton")
 
 
 def test_bench_lists_its_suites() -> None:

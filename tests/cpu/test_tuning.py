@@ -27,8 +27,8 @@ def test_few_keys_have_rows_of_their_own(monkeypatch):
     """The row with the fewest keys that are enough; a tile that is not legal is passed over."""
     illegal = Tile(128, 256, 8, 4)
     key = ("triton_forward", 16, 128, 128, "full")
-    found = {key: [(128, illegal, "a"), (512, SHORT, "b"), (2048, MIDDLE, "c"), (float("inf"), LONG, "d")]}
-    monkeypatch.setattr(table, "rows", lambda arch: found)
+    limits = ((128, illegal, "a"), (512, SHORT, "b"), (2048, MIDDLE, "c"), (float("inf"), LONG, "d"))
+    monkeypatch.setattr(table, "rows", lambda arch: {key: [table.Row(*limit) for limit in limits]})
     spec = kernels.load("triton_forward")
     for keys, tile, source in ((1, SHORT, "b"), (512, SHORT, "b"), (513, MIDDLE, "c"), (2049, LONG, "d")):
         assert table.lookup(spec, problem(keys), DEVICE) == (tile, source)
@@ -55,9 +55,23 @@ def test_mask_classes(options, kind):
     assert mask_class(Problem.of(Call(q, q, q, **options))) == kind
 
 
+def test_head_dims_between_sixteens_may_have_rows(monkeypatch):
+    """A row for exactly 72 serves 72 and what is rounded up to it; 80's serves it where the mask has none of 72's."""
+    key = ("triton_forward", 16)
+    found = {
+        (*key, 72, 72, "band"): [table.Row(512, SHORT, "72")],
+        (*key, 80, 80, "full"): [table.Row(512, MIDDLE, "80")],
+    }
+    monkeypatch.setattr(table, "rows", lambda arch: found)
+    for dim, causal, source in ((72, True, "72"), (65, True, "72"), (72, False, "80"), (80, True, "80")):
+        q = torch.empty((1, 512, 2, dim), dtype=torch.bfloat16, device="meta")
+        p = Problem.of(Call(q, q, q, causal=causal))
+        assert table.lookup(kernels.load("triton_forward"), p, DEVICE)[1] == source
+
+
 def test_rows_come_with_fewest_keys_first():
     for tiles in table.rows(90).values():
-        limits = [most for most, _, _ in tiles]
+        limits = [row.keys for row in tiles]
         assert limits == sorted(set(limits))
 
 

@@ -119,6 +119,14 @@ class Plan:
         return None if count is None or self.tile is None else int(count(self))
 
     @property
+    def registers(self) -> int | None:
+        """Registers a thread starts with, where the kernel compiles without a GPU to tell; that takes a second."""
+        build = getattr(self.kernel, "compile", None)
+        if build is None or self.tile is None:
+            return None
+        return max((r.registers for r in build(self.problem, self.tile).resources.values()), default=None)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What there is to say of the plan besides: sentences of the kernel's, if it has any."""
         say = getattr(self.kernel, "notes", None)

@@ -9,7 +9,7 @@ import torch
 
 import sartor
 from sartor.device import ARCHITECTURES, Device
-from sartor.lab import providers, suites
+from sartor.lab import providers, roofline, suites
 from sartor.lab.suites import Suite
 from sartor.lab.workloads import MODES, Inputs, Workload
 
@@ -82,7 +82,9 @@ def walk(batch: int, sizes: tuple[str, str, str], dtype: str, mask: str, kernel:
     (hq, hkv), (sq, skv), (d, dv) = (pair(t, f) for t, f in zip(sizes, ("heads", "seqlen", "dim"), strict=True))
     w = Workload(batch, hq, hkv, sq, skv, d, dv, dtype, mask)
     x = _meta(w)
-    return sartor.explain(x.q, x.k, x.v, kernel=kernel, device=_target(device), **providers.options(w, x))
+    found = sartor.explain(x.q, x.k, x.v, kernel=kernel, device=_target(device), **providers.options(w, x))
+    words = "" if found.plan is None else roofline.outlook(w, found.plan)
+    return replace(found, notes=(*found.notes, f"the forward: {words}")) if words else found
 
 
 def _target(name: str) -> Device:

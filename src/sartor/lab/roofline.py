@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from sartor.lab.records import CEILINGS, Record, Run
+from sartor.device import Device
+from sartor.kernels.spec import Plan
+from sartor.lab.records import CEILINGS, Record, Run, read
+from sartor.lab.suites import checkout
 from sartor.lab.timing import Budget, interleave
 from sartor.lab.workloads import Workload
+from sartor.problem import mask_class
+from sartor.tuning import table
 
 SPLIT = 3  # float32 accuracy from 16-bit tensor cores takes three products, hi*hi + hi*lo + lo*hi
 
@@ -51,6 +56,27 @@ def measure(device: torch.device, dtypes: list[str]) -> Ceilings:
     source = torch.ones(copy_bytes, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     return Ceilings(tflops, 2e-6 * copy_bytes / _ms(lambda: target.copy_(source), device))
+
+
+def recorded(device: Device) -> Ceilings:
+    """The ceilings last recorded for a device; where there is no record, its datasheet's."""
+    root, peak = checkout(), device.peak_bf16_tflops
+    files = (root / "benchmarks" / "results" / device.key).glob("*.jsonl") if root else ()
+    found = sorted((r for file in files for r in read(file) if r.mode == CEILINGS), key=lambda r: r.time)
+    ceilings = Ceilings({"bfloat16": peak, "float16": peak, "float32": peak / SPLIT}, device.peak_gbps)
+    for r in found:
+        ceilings.tflops.update({r.dtype: r.tflops} if r.tflops else {})
+        ceilings = replace(ceilings, gbps=r.gbps or ceilings.gbps)
+    return ceilings
+
+
+def outlook(w: Workload, plan: Plan) -> str:
+    """What a forward should take, at the rate its tile reached when it was tuned, and the least the ceilings allow."""
+    row, least = table.find(plan.kernel, plan.problem, plan.device), recorded(plan.device).ms(w)
+    words = []
+    if row and row.tflops and mask_class(plan.problem) in ("full", "band"):
+        words += [f"predicted {w.flops / row.tflops * 1e-9:.3g} ms, at the {row.tflops:.0f} TFLOP/s of its tuning row"]
+    return "; ".join(words if least is None else [*words, f"the ceilings allow {least:.3g} ms"])
 
 
 def _ms(run: Callable[[], object], device: torch.device) -> float:

@@ -1,7 +1,8 @@
 """Tuning rows: data/sm<arch>.jsonl, one JSON object per line, each with where it was measured.
 
-A row holds `kernel`, `bits` (of the dtype), `dim` and `dim_v` (rounded up to 16), `mask` (see `problem.mask_class`),
-`tile` ([block_m, block_n, warps, stages], and again for a pass with two kernels) and `record` (the run it comes from).
+A row holds `kernel`, `bits` (of the dtype), `dim` and `dim_v` (rounded up to 8, or where there is no such row to 16),
+`mask` (see `problem.mask_class`), `tile` ([block_m, block_n, warps, stages], and again for a pass with two kernels),
+`tflops` (useful ones a second, of a forward) and `record` (the run it comes from).
 A row with `keys` is for problems of at most so many keys, where filling the pipeline costs more than a small tile does;
 of several the one with the fewest keys is taken. Legality is the kernel's business:
 a row whose tile is not among the kernel's legal ones is an error that a test finds.
@@ -13,45 +14,64 @@ import json
 import math
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 from sartor.device import Device
 from sartor.kernels.spec import KernelSpec, Tile
 from sartor.problem import Problem, mask_class
 
 
-def bucket(dim: int) -> int:
-    """Head dims are tiled in sixteens."""
-    return -(-dim // 16) * 16
+class Row(NamedTuple):
+    """A tuned tile: the most keys it is for, the tile, `file:line`, and the TFLOP/s it reached, 0 where unknown."""
+
+    keys: float
+    tile: Tile
+    source: str
+    tflops: float = 0.0
+
+
+def bucket(dim: int, step: int = 16) -> int:
+    """Head dims are tiled in sixteens, or in eights."""
+    return -(-dim // step) * step
 
 
 @cache
-def rows(arch: int) -> dict[tuple[Any, ...], list[tuple[float, Tile, str]]]:
-    """Most keys, tile and `file:line` by (kernel, bits, dim, dim_v, mask), fewest keys first."""
+def rows(arch: int) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by (kernel, bits, dim, dim_v, mask), fewest keys first."""
     name = f"sm{arch}.jsonl"
     file = files("sartor.tuning").joinpath("data", name)
     if not file.is_file():
         return {}
-    found: dict[tuple[Any, ...], list[tuple[float, Tile, str]]] = {}
+    found: dict[tuple[Any, ...], list[Row]] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         row = json.loads(line)
         key = tuple(row[k] for k in ("kernel", "bits", "dim", "dim_v", "mask"))
-        found.setdefault(key, []).append((row.get("keys", math.inf), Tile.of(row["tile"]), f"from {name}:{number}"))
-    return {key: sorted(tiles, key=lambda t: t[0]) for key, tiles in found.items()}
+        most, tflops = row.get("keys", math.inf), row.get("tflops", 0.0)
+        found.setdefault(key, []).append(Row(most, Tile.of(row["tile"]), f"from {name}:{number}", tflops))
+    return {key: sorted(tiles, key=lambda row: row.keys) for key, tiles in found.items()}
 
 
 def _never(p: Problem, dev: Device, tile: Tile) -> bool:
     return False
 
 
+def find(spec: KernelSpec, p: Problem, dev: Device) -> Row | None:
+    """The row of a problem, if there is one whose tile is legal."""
+    legal, mask = list(spec.tiles(p, dev)), mask_class(p)
+    masks = dict.fromkeys((mask, "full" if mask in ("full", "band") else "band"))
+    dims = dict.fromkeys((bucket(p.dim, step), bucket(p.dim_v, step)) for step in (8, 16))
+    for kind, widths in product(masks, dims):
+        for row in rows(dev.arch).get((spec.name, p.dtype.itemsize * 8, *widths, kind), []):
+            if p.seqlen_kv <= row.keys and (row.tile in legal or getattr(spec, "fits", _never)(p, dev, row.tile)):
+                return row
+    return None
+
+
 def lookup(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile | None, str]:
     """The tuned tile for a problem, else the kernel's first legal one; and where it comes from."""
-    legal = list(spec.tiles(p, dev))
-    if not legal:
+    first = next(iter(spec.tiles(p, dev)), None)
+    if first is None:
         return None, ""
-    key = (spec.name, p.dtype.itemsize * 8, bucket(p.dim), bucket(p.dim_v))
-    for kind in dict.fromkeys((mask_class(p), "full" if mask_class(p) in ("full", "band") else "band")):
-        for most, tile, source in rows(dev.arch).get((*key, kind), []):
-            if p.seqlen_kv <= most and (tile in legal or getattr(spec, "fits", _never)(p, dev, tile)):
-                return tile, source
-    return legal[0], "first legal tile"
+    row = find(spec, p, dev)
+    return (row.tile, row.source) if row else (first, "first legal tile")
