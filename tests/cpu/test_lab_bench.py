@@ -64,6 +64,9 @@ def test_a_run_becomes_records_csv_and_tables(tmp_path: Path, fast_ceilings: Non
     assert ours.ms_p20 <= ours.ms <= ours.ms_p80
     assert ours.err_max <= ours.err_budget
     assert ours.cos_sim == pytest.approx(1.0)
+    assert ours.errors["out rel"] == pytest.approx(ours.err_rel)
+    assert ours.errors["lse max"] < 1e-5
+    assert set(by_name["sdpa", "bwd"].errors) == {f"{n} {what}" for n in ("dq", "dk", "dv") for what in ("rel", "max")}
     assert ours.kernel_hash
     assert ours.plan
     flash = by_name["sdpa-flash", "fwd"]
@@ -156,6 +159,19 @@ def test_head_dims_table_gives_the_line_between_powers_of_two() -> None:
     assert cells["D"] == "96"
     assert (cells["FLOPs saved"], cells["smem saved"]) == ("25 %", "25 %")
     assert (cells["time / padded"], cells["time / line"]) == ("0.80", "1.07")
+
+
+def test_errors_are_told_result_by_result() -> None:
+    """Forward and backward of a problem in one row, with what they are of the baseline's."""
+    found = [
+        record(provider=name, mode=mode, errors={f"{n} {what}": size for n in names for what in ("rel", "max")})
+        for name, size in (("sartor", 2e-7), ("sdpa-efficient", 8e-7))
+        for mode, names in (("fwd", ("out", "lse")), ("bwd", ("dq", "dk", "dv")))
+    ]
+    table = tables.errors(found, "sdpa-efficient")
+    assert table.headers == ["out", "lse", "dq", "dk", "dv"]
+    assert table.rows == [["2.0e-07 (0.25 / 0.25)"] * 5]
+    assert tables.errors(found, "sdpa-math").rows == [["2.0e-07 (- / -)"] * 5]
 
 
 def test_figures_without_evidence_say_so(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,6 +25,7 @@ class Verdict:
     err_budget: float
     cos_sim: float
     over: str = ""
+    each: dict[str, testing.Errors] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -38,8 +39,8 @@ class Judge:
 
     w: Workload
     x: Inputs
-    exact: Tensors  # out, or dq, dk, dv
-    lowp: Tensors
+    exact: Tensors  # out and lse, or dq, dk, dv
+    lowp: Tensors  # out, or dq, dk, dv
     magnitude: testing.Magnitudes
 
     @classmethod
@@ -54,7 +55,7 @@ class Judge:
         qkv, options = (small.q, small.k, small.v), providers.options(part, small)
         if _forward(w):
             with torch.no_grad():
-                exact = {"out": testing.reference(*qkv, **options)[0]}
+                exact = dict(zip(("out", "lse"), testing.reference(*qkv, **options), strict=True))
                 lowp = {"out": testing.low_precision(*qkv, **options)[0]}
             return cls(w, x, exact, lowp, testing.magnitudes(*qkv, **options))
         names = ("dq", "dk", "dv")
@@ -63,8 +64,8 @@ class Judge:
         size = testing.magnitudes(*qkv, small.dout, **options)
         return cls(w, x, {n: exact[n] for n in names}, {n: lowp[n] for n in names}, size)
 
-    def judge(self, attend: providers.Attend) -> Verdict:
-        """Run the whole problem and compare the slice."""
+    def judge(self, attend: providers.Attend, lse: torch.Tensor | None = None) -> Verdict:
+        """Run the whole problem and compare the slice; that of lse too, where a provider has it."""
         found = {n: t[-1:, -self.exact[n].shape[1] :] for n, t in _results(self.w, self.x, attend).items()}
         errors = {n: testing.measure(t, self.exact[n]) for n, t in found.items()}
         limits, over = {}, ""
@@ -74,7 +75,9 @@ class Judge:
         worst = max(found, key=lambda n: errors[n].max / max(limits[n], 1e-300))
         rel = max(e.rel for e in errors.values())
         cos = min(testing.cosine(t, self.exact[n]) for n, t in found.items())
-        return Verdict(rel, errors[worst].max, limits[worst], cos, over)
+        if lse is not None:
+            errors["lse"] = testing.measure(lse[-1:, -self.exact["lse"].shape[1] :], self.exact["lse"])
+        return Verdict(rel, errors[worst].max, limits[worst], cos, over, errors)
 
     def _budget(self, name: str, result: torch.Tensor) -> tuple[float, str]:
         """What the largest error of a result may be, and which of the budget's rules it breaks, if any."""

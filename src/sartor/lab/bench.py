@@ -92,9 +92,12 @@ class Session:
             _synchronize(self.device)
             record.first_call_s = time.perf_counter() - start
             if judge is not None:
-                found = judge.judge(attend)
+                found = judge.judge(attend, providers.lse(record.provider, w, x))
                 record.err_rel, record.err_max, record.err_budget = found.err_rel, found.err_max, found.err_budget
                 record.cos_sim = found.cos_sim
+                record.errors = {
+                    f"{n} {what}": getattr(e, what) for n, e in found.each.items() for what in ("rel", "max")
+                }
             both = replace(w, mode="fwd_bwd") if w.mode == "bwd" else w  # what a backward keeps from its forward counts
             record.peak_mem_mib = peak_mib(providers.runner(attend, both, x), self.device)
             return run

@@ -82,8 +82,8 @@ def _curves(
 ) -> list[Path]:
     import matplotlib.pyplot as plt
 
-    panels = _panels(records, lambda r: (r.mode, r.dtype, r.mask, r.batch, r.heads_q, r.dim))
-    panels = {k: v for k, v in panels.items() if len({r.seqlen_q for r in v}) > 1}
+    panels = _panels(records, lambda r: (r.mode, r.dtype, r.mask, r.batch, r.heads_q, r.dim, r.data))
+    panels = {k: v for k, v in panels.items() if len({r.seqlen_kv for r in v}) > 1}
     if not panels:
         return []
     columns = min(3, len(panels))
@@ -91,7 +91,7 @@ def _curves(
     figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns + 0.9, 3.9 * rows), squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    for i, (axis, ((mode, dtype, mask, b, h, d), found)) in enumerate(zip(axes.flat, panels.items(), strict=False)):
+    for i, (axis, ((mode, dtype, mask, b, h, d, _), found)) in enumerate(zip(axes.flat, panels.items(), strict=False)):
         _curve_panel(axis, found, key, slopes)
         axis.set_title(f"{_mode(mode)}, {mask}, {dtype}\nB={b} H={h} D={d}")
         axis.set_xlabel("sequence length")
@@ -104,7 +104,7 @@ def _curve_panel(axis: Any, records: list[Record], key: str, slopes: tuple[int, 
     seen = _providers(records)
     ends: list[tuple[float, float, str]] = []
     for provider in seen:
-        points = sorted((r.seqlen_q, getattr(r, key)) for r in records if r.provider == provider and getattr(r, key))
+        points = sorted((r.seqlen_kv, getattr(r, key)) for r in records if r.provider == provider and getattr(r, key))
         if not points:
             continue
         x, y = zip(*points, strict=True)
@@ -114,7 +114,7 @@ def _curve_panel(axis: Any, records: list[Record], key: str, slopes: tuple[int, 
         ends.append((x[-1], y[-1], provider))
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    lengths = sorted({r.seqlen_q for r in records})
+    lengths = sorted({r.seqlen_kv for r in records})
     axis.set_xticks(lengths, [_length(n) for n in lengths])
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -198,6 +198,20 @@ provider("sdpa-flash", _sdpa_gpu(False, True, False, 256))(_sdpa(SDPBackend.FLAS
 provider("sdpa-efficient", _sdpa_gpu(True, False, True))(_sdpa(SDPBackend.EFFICIENT_ATTENTION))
 
 
+def lse(name: str, w: Workload, x: Inputs) -> Tensor | None:
+    """lse (batch, heads_q, seqlen_q) of a float32 forward, from the providers that can be asked for it."""
+    if w.mode != "fwd" or w.dtype != "float32":
+        return None
+    with torch.no_grad():
+        if name == "tf32" or name.split(":")[0] == "sartor":
+            attend: Any = get(name).make(w, x)
+            return cast(Tensor, attend(x.q, x.k, x.v, return_lse=True)[1])
+        if name == "sdpa-efficient" and w.pattern == Pattern():
+            found = torch.ops.aten._scaled_dot_product_efficient_attention(x.q, x.k, x.v, None, True)
+            return cast(Tensor, found[1][:, :, : w.seqlen_q])
+    return None
+
+
 def _no_flex(w: Workload, device: torch.device) -> str:
     if device.type != "cuda":
         return "compiled FlexAttention is measured on GPUs only"

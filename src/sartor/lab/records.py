@@ -70,6 +70,7 @@ class Record:
     smem_padded_bytes: int | None = None
     data: str = "normal"
     counters: dict[str, float] | None = None
+    errors: dict[str, float] | None = None
 
     @classmethod
     def of(cls, run: Run, provider: str, w: Workload) -> Record:

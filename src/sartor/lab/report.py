@@ -15,7 +15,7 @@ from sartor.lab.workloads import MODES
 
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 GPU_KERNELS = ("triton", "hopper", "fp32")  # their evidence is made on a GPU; the others' by every test run
-VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "host")
+VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host")
 FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md")
 
 
@@ -59,6 +59,8 @@ def render(name: str, results: Path) -> str:
         table = tables.memory(chosen)
     elif view == "accuracy":
         table = tables.accuracy(chosen)
+    elif view == "errors":
+        table = tables.errors(chosen, baseline)
     elif view == "host":
         table = tables.host(chosen)
     elif suite == "head-dims":

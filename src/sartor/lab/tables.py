@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import Any
 
@@ -188,6 +188,31 @@ def accuracy(records: list[Record]) -> Table:
             row.append(f"{r.err_rel:.1e}{used}")
         table.rows.append(row)
     return table
+
+
+def errors(records: list[Record], baseline: str) -> Table:
+    """Result by result, the relative error of Sartor and its shares of the baseline's: of its norm, of its largest."""
+    merged: dict[Any, Record] = {}
+    for r in records:
+        if r.errors is not None:
+            problem = replace(r.workload, mode="fwd_bwd")
+            whole = merged.setdefault((problem, r.provider), replace(r, mode="fwd_bwd", errors={}))
+            whole.errors = (whole.errors or {}) | r.errors
+    pivot = Pivot.of(list(merged.values()))
+    names = list(dict.fromkeys(key.split()[0] for r in merged.values() for key in r.errors or {}))
+    table = _table(pivot, f"relative error of sartor, and its norm / its largest as shares of {baseline}'s", names)
+    for cells in pivot.rows:
+        ours, theirs = (cells[name].errors or {} if name in cells else {} for name in ("sartor", baseline))
+        table.rows.append(pivot.axes(cells) + [_error_cell(ours, theirs, name) for name in names])
+    return table
+
+
+def _error_cell(ours: dict[str, float], theirs: dict[str, float], name: str) -> str:
+    keys = f"{name} rel", f"{name} max"
+    if not all(key in ours for key in keys):
+        return NONE
+    shares = [f"{ours[key] / theirs[key]:.2f}" if theirs.get(key) else NONE for key in keys]
+    return f"{ours[keys[0]]:.1e} ({' / '.join(shares)})"
 
 
 def host(records: list[Record]) -> Table:
