@@ -161,6 +161,15 @@ def test_head_dims_table_gives_the_line_between_powers_of_two() -> None:
     assert (cells["time / padded"], cells["time / line"]) == ("0.80", "1.07")
 
 
+def test_visited_table_compares_masks_by_the_tiles_they_touch() -> None:
+    size = {"seqlen_q": 256, "seqlen_kv": 256, "plan": "hopper_forward[128x128 w12 s6]"}
+    rows = [record(mask=mask, tflops=rate, **size) for mask, rate in (("causal", 200.0), ("prefix64", 100.0))]
+    table = tables.visited(rows, "flex")
+    cells = [dict(zip(table.headers, row, strict=True)) for row in table.rows]
+    assert [c["in visited tiles"] for c in cells] == ["75.0 %", "50.0 %"]
+    assert [c["of causal's"] for c in cells] == ["100 %", "67 %"]
+
+
 def test_errors_are_told_result_by_result() -> None:
     """Forward and backward of a problem in one row, with what they are of the baseline's."""
     found = [

@@ -44,6 +44,12 @@ def test_key_spans_equal_the_literal_mask(mask: str, sq: int, skv: int) -> None:
 
 
 @pytest.mark.parametrize("mask", [*MASKS, "document3", "causal+document4"])
+def test_visited_tiles_are_those_with_a_visible_pair(mask: str) -> None:
+    tiles = literal(mask, 16, 16).reshape(4, 4, 8, 2).any((1, 3))
+    assert workload(mask).visited(4, 2) == 8 * tiles.sum()
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "document3", "causal+document4"])
 def test_sartor_is_asked_for_the_same_mask(mask: str) -> None:
     w = workload(mask)
     x = Inputs.make(w, torch.device("cpu"))

@@ -15,7 +15,7 @@ from sartor.lab.workloads import MODES
 
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 GPU_KERNELS = ("triton", "hopper", "fp32")  # their evidence is made on a GPU; the others' by every test run
-VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host")
+VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host", "visited")
 FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md")
 
 
@@ -61,6 +61,8 @@ def render(name: str, results: Path) -> str:
         table = tables.accuracy(chosen)
     elif view == "errors":
         table = tables.errors(chosen, baseline)
+    elif view == "visited":
+        table = tables.visited([r for r in chosen if r.mode == "fwd"], baseline)
     elif view == "host":
         table = tables.host(chosen)
     elif suite == "head-dims":

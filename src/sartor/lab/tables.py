@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
@@ -223,6 +224,31 @@ def host(records: list[Record]) -> Table:
         times = [cells[name].host_us if name in cells else None for name in pivot.providers]
         table.rows.append(pivot.axes(cells) + [NONE if t is None else f"{t:.1f}" for t in times])
     return table
+
+
+def visited(records: list[Record], baseline: str) -> Table:
+    """What masks cost beside the pairs they show: the rate over the tiles that are visited, as a share of causal's."""
+    pivot = Pivot.of([r for r in records if (r.plan or "").startswith("hopper") or r.provider == baseline])
+    headers = ["visible", "in visited tiles", "ms", "TFLOP/s there", "of causal's", f"vs {baseline}"]
+    table = _table(pivot, "rate of sartor over the tiles that a mask makes it visit", headers)
+    rows = [(cells["sartor"], cells.get(baseline), pivot.axes(cells)) for cells in pivot.rows if "sartor" in cells]
+    rates = {(r.seqlen_q, r.mask): _visited(r) * (r.tflops or 0.0) / r.workload.pairs for r, _, _ in rows}
+    for r, other, axes in rows:
+        rate, causal = rates[r.seqlen_q, r.mask], rates.get((r.seqlen_q, "causal"))
+        everything = r.seqlen_q * r.seqlen_kv
+        table.rows.append([
+            *axes, f"{100 * r.workload.pairs / everything:.1f} %", f"{100 * _visited(r) / everything:.1f} %",
+            number(r.ms), number(rate), f"{100 * rate / causal:.0f} %" if causal else NONE,
+            _ratio(other.ms if other else None, r.ms),
+        ])  # fmt: skip
+    return table
+
+
+def _visited(r: Record) -> float:
+    """Pairs in the tiles that a record's kernel visits, by the tile that its plan names."""
+    found = re.search(r"\[(\d+)x(\d+)", r.plan or "")
+    assert found, r.plan
+    return r.workload.visited(int(found[1]), int(found[2]))
 
 
 def head_dims(records: list[Record], baseline: str, verified: Verified = lambda r: True) -> Table:

@@ -116,6 +116,14 @@ class Workload:
         lo, hi = key_span(p, sq, skv)
         return float((hi - lo).sum())
 
+    def visited(self, rows: int, keys: int) -> float:
+        """Query-key pairs of one head in the tiles of so many rows and keys that hold a visible pair."""
+        lo, hi = key_span(self.pattern, self.seqlen_q, self.seqlen_kv)
+        starts = np.arange(0, self.seqlen_q, rows)
+        first = np.minimum.reduceat(np.where(lo < hi, lo, self.seqlen_kv), starts)
+        last = np.maximum.reduceat(np.where(lo < hi, hi, 0), starts)
+        return float(np.maximum(-(-last // keys) - first // keys, 0).sum()) * rows * keys
+
     @property
     def flops(self) -> float:
         """Useful FLOPs: 2 * batch * heads * pairs * (dim + dim_v) forward, 2.5 times that backward."""
