@@ -96,6 +96,7 @@ def test_hopper_jobs():
     found = list(search.jobs([64], names=search.HOPPER))
     assert {(j.kernel, j.dtype, j.mask, j.keys) for j in found} == {
         *(("hopper_forward", "bfloat16", mask, keys) for mask in ("full", "band") for keys in (None, 1024)),
+        *(("hopper_forward", "bfloat16", mask, None) for mask in ("tensor", "score")),
         *(("hopper_fp32", "float32", mask, None) for mask in ("full", "band")),
     }
     assert {j.kernel for j in search.jobs([64], names=["triton_backward"])} == {"triton_backward"}

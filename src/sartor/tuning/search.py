@@ -85,7 +85,7 @@ def jobs(
             yield Job(kernel, launch, dim, mask, dtype, *size)
             for n in () if narrow else SHORT.get(kernel, ()):
                 yield Job(kernel, launch, dim, mask, dtype, 16384 // n, 16, n, n)
-        for mask in ("tensor", "score") if kernel == "triton_forward" and not narrow else ():
+        for mask in ("tensor", "score") if kernel in ("hopper_forward", "triton_forward") and not narrow else ():
             yield Job(kernel, "forward", dim, mask, dtype)
 
 
