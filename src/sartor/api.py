@@ -89,7 +89,7 @@ def attention(
         out, lse = torch.ops.sartor.attention(*ops.as_operator_arguments(call.bshd()))
         out = out.transpose(1, 2) if layout == "bhsd" else out
     else:
-        out, lse = ops.run(call)
+        out, lse = ops.run(call, return_lse)
     return (out, lse) if return_lse else out
 
 

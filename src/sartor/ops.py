@@ -33,14 +33,14 @@ class Prepared:
     any_layout: bool  # whether the forward kernel takes and gives layout bhsd too
     backward: Plan | None = None
 
-    def operands(self, call: Call) -> Operands:
+    def operands(self, call: Call, lse: bool = True) -> Operands:
         """The data of one call, dense in the last dim, in a layout that the forward kernel takes."""
         q, k, v, layout = call.q, call.k, call.v, call.layout
         if layout != "bshd" and not self.any_layout:
             q, k, v, layout = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), "bshd"
         if self.problem.copies:
             q, k, v = (t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v))
-        return Operands(q, k, v, call.sinks, aux_values(call, self.template), layout)
+        return Operands(q, k, v, call.sinks, aux_values(call, self.template), layout, lse)
 
     def backward_plan(self) -> Plan:
         """Chosen at the first backward."""
@@ -77,17 +77,17 @@ def prepare(call: Call) -> Prepared:
     return found
 
 
-def run(call: Call) -> tuple[Tensor, Tensor]:
-    """out, in the layout of the call, and lse; differentiable, by the cheap route."""
+def run(call: Call, lse: bool) -> tuple[Tensor, Any]:
+    """out, in the layout of the call, and lse if it is wanted; differentiable, by the cheap route."""
     prepared = prepare(call)
     if torch.is_grad_enabled() and call.needs_gradient:
         call_, given = call.bshd(), "bshd"
-        out, lse = _Attention.apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared)
+        out, found = _Attention.apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared)
     else:
-        x = prepared.operands(call)
+        x = prepared.operands(call, lse)
         given = x.layout
-        out, lse = _forward(prepared, x)
-    return (out if given == call.layout else out.transpose(1, 2)), lse
+        out, found = _forward(prepared, x)
+    return (out if given == call.layout else out.transpose(1, 2)), found
 
 
 def _forward(prepared: Prepared, x: Operands) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ class Operands:
     sinks: torch.Tensor | None = None  # (hq,)
     aux: tuple[int | float | torch.Tensor, ...] = ()  # numbers, and tensors broadcastable to (b, hq, sq, skv)
     layout: str = "bshd"
+    lse: bool = True  # whether it is wanted; a kernel may return None for one that is not
 
 
 class Saved(NamedTuple):
@@ -88,7 +89,7 @@ class Forward(KernelSpec, Protocol):
 
     backwards: tuple[str, ...]
 
-    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out (b, sq, hq, dv) and lse (b, hq, sq), on the current stream."""
         ...
 
