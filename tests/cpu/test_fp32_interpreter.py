@@ -68,7 +68,7 @@ def marks(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("dim", [1, 8, 17, 40, 80, 256])
+@pytest.mark.parametrize("dim", [1, 8, 17, 40, 80, 128, 256])
 def case_dims(dim):
     verify_as(*inputs(sq=33, skv=49, d=dim), kernel="fp32", causal=True)
 

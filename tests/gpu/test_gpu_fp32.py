@@ -53,11 +53,10 @@ def exact(q, k, v, dout):
 # ---- errors no larger than PyTorch's
 
 LUCK = 1.1  # of the draw, where both errors are a few roundings of the largest rows
-SPEED = ("rising", "falling")  # data that is hard on speed; their errors are within LUCK of PyTorch's, or just beyond
-CASES = [(name, 700, 64) for name in testing.DATA if name not in SPEED] + [
-    ("normal", n, 64) for n in (1, 17, 129, 1024, 4096, 16384)
-]
-CASES += [(name, 500, 128) for name in ("normal", "times8", "channels")]
+# One large product and little else in a score: a tensor core cuts off what float32 would round. See numerics.md.
+BEYOND = {("rising", "out"): 3.0, ("rising", "lse"): 8.0, ("rising", "dk"): 3.0, ("rising", "dv"): 3.0}
+CASES = [(name, 700, 64) for name in testing.DATA] + [("normal", n, 64) for n in (1, 17, 129, 1024, 4096, 16384)]
+CASES += [(name, 500, 128) for name in ("normal", "times8", "channels", "outlier_q", "rising")]
 CASES.append(("normal", 65536, 64))
 
 
@@ -72,7 +71,8 @@ def test_errors_are_below_those_of_the_efficient_kernel(data, n, dim):
     size = testing.magnitudes(q, k, v, dout, layout="bhsd").terms if data == "constant" or n == 1 else e
     for name in NAMES:  # dq and dk of equal keys, or of one, are 0: their errors have the size of what cancels
         mine, theirs = ((t[name].double() - e[name]).abs() for t in (x, y))
-        for what, factor in ((torch.linalg.vector_norm, LUCK), (torch.max, 2.0)):
+        norm = BEYOND.get((data, name), LUCK)
+        for what, factor in ((torch.linalg.vector_norm, norm), (torch.max, max(2.0, norm))):
             error, limit = what(mine), factor * what(theirs) + 2.0**-24 * what(size[name].abs())
             assert error <= limit, f"{name}: {error:.1e} exceeds {limit:.1e}, PyTorch {what(theirs):.1e}"
 

@@ -1,8 +1,8 @@
 """The backward of fp32_forward.py: triton_backward.py on pairs of float16.
 
 q, k, v and dout are split, then dk and dv, then dq computed from the pairs; the score gradients are split in registers,
-row by row. Tiles that the pairs do not do come out NaN, are marked, and computed again in float32. dbias, the size of a
-score matrix in any case, is computed in float32 at once.
+row by row. Tiles that the pairs do not do come out NaN, are marked, and computed again by triples of bfloat16. dbias,
+the size of a score matrix in any case, is computed by triples at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sartor.device import Device
-from sartor.kernels.fp32_forward import MOST_ROWS, reasons, widest
+from sartor.kernels.fp32_forward import MOST_ROWS, exact, exact_bytes, reasons, widest
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Saved, Tile
 from sartor.kernels.triton_backward import TritonBackward
@@ -42,12 +42,12 @@ class Fp32Backward(TritonBackward):
         steps, rows = ((16, 32), (64, 32, 16)) if max(d, dv) > 128 else ((64, 32, 16, 128), (128, 64, 32, 16))
         for stepped, held, warps in itertools.product(steps, rows, (8, 4)):
             registers = held * (d + dv + min(max(d, dv), 128) + 2 * stepped) // (32 * warps)  # a thread
-            if registers > 250 or held < 4 * warps or max(held, stepped) > MOST_ROWS:
+            if registers > 256 or held < 4 * warps or max(held, stepped) > MOST_ROWS:
                 continue
             if 90 <= dev.arch < 120 and held < 64 and max(d, dv) <= 128:
                 continue  # wgmma multiplies 64 rows at a time
             for stages in (2, 3, 1):
-                if self.smem_bytes(p, stepped, held, stages) <= launch.room(dev):
+                if max(self.smem_bytes(p, stepped, held, stages), exact_bytes(d + dv, held)) <= launch.room(dev):
                     yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
 
     def steps(
@@ -61,7 +61,7 @@ class Fp32Backward(TritonBackward):
         steps = [split.step(name, sources[name], pair, wide=True) for name, pair in pairs.items()]
         steps.append(self._prepare(p, saved, work))
         halves = replace(x, q=pairs["q"].data, k=pairs["k"].data, v=pairs["v"].data)
-        plain = self._shared(plan, x, work["dout"], work)
+        plain = self._shared(plan, x, work["dout"], work) | exact(p)
         paired = self._shared(plan, halves, pairs["dout"].data, work)
         paired |= {"units": split.units(pairs), "PRECISION": "pairs"}
         for make, fast, slow, most in (  # dq first: it sums the weights that dk and dv are made of
@@ -95,9 +95,8 @@ class Fp32Backward(TritonBackward):
 
 
 def _exact_dkdv(p: Problem, tile: Tile) -> Tile:
-    """The measure of the second computation: the same rows, for their marks, and as many queries as registers allow."""
-    stepped = 16 if max(p.dim, p.dim_v) > 64 else max(16, 2048 // tile.block_n)
-    return Tile(stepped, tile.block_n, 8 if tile.block_n >= 32 else 4, 1)
+    """The measure of the second computation: the same rows, for their marks, and few queries: registers are short."""
+    return Tile(16, tile.block_n, 8 if tile.block_n >= 128 or max(p.dim, p.dim_v) > 128 else 4, 1)
 
 
 def _exact_dq(p: Problem, tile: Tile) -> Tile:

@@ -2,7 +2,8 @@
 
 Three kinds of launch, and no word from the device to the host in between. q, k and v are split (parts/split.py). Every
 tile is computed from the pairs (parts/products.py) and marked where they do not do: not finite, or scores that are not
-resolved. Marked tiles are computed again from the tensors themselves in float32, mostly none.
+resolved. Marked tiles, mostly none, are computed again from the tensors themselves, by triples of bfloat16 that the
+compiler makes: six products instead of three, with the range of float32.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Fp32Forward(TritonForward):
             if 90 <= dev.arch < 120 and block_m < 64:
                 continue  # wgmma multiplies 64 rows at a time
             for stages in (2, 3, 1):
-                if self.smem_bytes(p, block_m, block_n, stages) <= launch.room(dev):
+                if max(self.smem_bytes(p, block_m, block_n, stages), exact_bytes(p.dim, block_m)) <= launch.room(dev):
                     yield Tile(block_m, block_n, warps, stages)
 
     def smem_bytes(self, p: Problem, block_m: int, block_n: int, stages: int) -> int:
@@ -77,16 +78,21 @@ class Fp32Forward(TritonForward):
 
     def steps(self, plan: Plan, x: Operands, results: Results, pairs: dict[str, Any]) -> list[launch.Launch]:
         """Splits, the launch on pairs, the launches over what it marked."""
-        p, tile, dev = plan.problem, plan.tile, plan.device
+        p, tile = plan.problem, plan.tile
         assert tile is not None
         halves = replace(x, q=pairs["q"].data, k=pairs["k"].data, v=pairs["v"].data)
         first = self.step("forward", plan, tile, halves, results)
         chunks = tiles.chunks(p.dim_v, widest(p.dim_v))
         first = first.changed(units=split.units(pairs), PRECISION="pairs", CHUNKS_V=chunks)
-        second = self.step("forward", plan, exact_tile(p, tile), x, results).again(dev, "exact")
-        steps = [split.step(name, getattr(x, name), pair, name == "v") for name, pair in pairs.items()]
-        steps += [first, second]
-        return [*steps, second.careful(dev)] if p.program.keep is not None else steps
+        splits = [split.step(name, getattr(x, name), pair, name == "v") for name, pair in pairs.items()]
+        return [*splits, first, *self.again(plan, x, results)]
+
+    def again(self, plan: Plan, x: Operands, results: Results) -> list[launch.Launch]:
+        """The launches over what was marked."""
+        p, tile, dev = plan.problem, plan.tile, plan.device
+        assert tile is not None
+        step = self.step("forward", plan, exact_tile(p, tile), x, results).again(dev, "exact", **exact(p))
+        return [step, step.careful(dev)] if p.program.keep is not None else [step]
 
     def notes(self, p: Problem) -> Iterable[str]:
         """Memory that a call takes besides its results."""
@@ -103,10 +109,24 @@ class Fp32Forward(TritonForward):
         return {"q": split.allocate(x.q), "k": split.allocate(x.k), "v": split.allocate(x.v)}
 
 
+def exact(p: Problem) -> dict[str, Any]:
+    """Arguments of the second computation: triples, where Triton makes them; few columns to a chunk, see `dot_nt`."""
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    if launch.interpreted() or "bf16x6" not in CUDAOptions.allowed_dot_input_precisions:
+        return {}
+    most = 32 if max(p.dim, p.dim_v) <= 128 else 64
+    return {"PRECISION": "bf16x6", "CHUNKS": tiles.chunks(p.dim, most), "CHUNKS_V": tiles.chunks(p.dim_v, most)}
+
+
+def exact_bytes(dims: int, rows: int) -> int:
+    """Upper estimate of the second computation's shared memory: triples of what it holds, chunks of what it visits."""
+    return 6 * 16 * -(-dims // 16) * rows + 8192
+
+
 def exact_tile(p: Problem, tile: Tile) -> Tile:
-    """The measure of the second computation: the same rows, for their marks, and as many keys as registers allow."""
-    block_n = max(16, min(64, 4096 // tile.block_m))
-    return Tile(tile.block_m, 16 if p.dim > 128 else block_n, max(tile.warps, tile.block_m // 16), 1)
+    """The measure of the second computation: the same rows, for their marks, and few keys: registers are short."""
+    return Tile(tile.block_m, 16 if p.dim > 128 else 32, max(tile.warps, tile.block_m // 16), 1)
 
 
 SPEC = Fp32Forward()

@@ -152,7 +152,10 @@ if launch.available():
             lse = products.resolved(lse, k_unit, q_unit, scale, DIM, PRECISION)
             gain = gains
             if GAINS is not None:
-                gain = tl.load(gains + start + o_m, mask=start + o_m < seqlen_q, other=1.0)[None, :]
+                if BOUNDED:
+                    gain = tl.load(gains + start + o_m, mask=start + o_m < seqlen_q, other=1.0)[None, :]
+                else:
+                    gain = tl.load(gains + start + o_m)[None, :]
             partial = (start < full_lo) | (start + BLOCK_M > full_hi) | (MASKED == 2)
             w, ds, draw, keep = _gradient_tile(
                 s, dp, (k_unit, q_unit, v_unit, dout_unit), lse[None, :], delta[None, :], gain, partial, b, h,

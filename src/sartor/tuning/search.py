@@ -131,7 +131,7 @@ def candidates(job: Job) -> list[Tile]:
         rows, stepped = getattr(t, held), (t.block_n if held == "block_m" else t.block_m)
         if job.kernel.startswith("fp32"):
             good = rows == 16 * t.warps if job.dim <= 128 else rows >= 32
-            good = good and stepped >= (16 if job.dim >= 128 else 32) and t.stages in (2, 3)
+            good = good and stepped >= (16 if job.dim >= 128 else 32) and (t.stages > 1 or job.dim >= 128)
         elif job.dtype == "float32":
             good = rows >= 32 and stepped >= 16 and t.stages in (1, 2)
         else:

@@ -1,4 +1,4 @@
-"""Tile products in every precision: of the operands as they are, rounded to tf32, or of pairs of float16.
+"""Tile products in every precision: of operands as they are, rounded to tf32, in pairs of float16, triples of bfloat16.
 
 Pairs (split.py): three products of float16 take the place of one, lo times lo being below float32's precision,
 
@@ -6,7 +6,7 @@ Pairs (split.py): three products of float16 take the place of one, lo times lo b
 
 The tensor core adds up in float32 but cuts off what it aligns, so a sum over a whole sequence would drift. Scores have
 short sums. Sums over keys or queries start from 0 at every tile and are added to the result by an ordinary float32
-multiply-add, which also puts the tile's unit in.
+multiply-add, which also puts the tile's unit in. The same holds for triples, which the compiler makes of float32.
 """
 
 from __future__ import annotations
@@ -110,6 +110,10 @@ def dot_nt(x, y, CHUNKS: tl.constexpr, PRECISION: tl.constexpr):
             s = tl.dot(x[0][i], tl.trans(y[1][i]), s)
         for i in tl.static_range(count(CHUNKS)):
             s = tl.dot(x[0][i], tl.trans(y[0][i]), s)
+    elif PRECISION == "bf16x6":  # each chunk from 0: the fewer steps add up on a tensor core, the less is cut off
+        s = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
+        for i in tl.static_range(1, count(CHUNKS)):
+            s += tl.dot(x[i], tl.trans(y[i]), input_precision=PRECISION)
     else:
         s = tl.dot(rounded(x[0], PRECISION), tl.trans(rounded(y[0], PRECISION)), input_precision=PRECISION)
         for i in tl.static_range(1, count(CHUNKS)):
@@ -145,6 +149,9 @@ def add_dot(acc, w, y, unit, CHUNKS: tl.constexpr, PRECISION: tl.constexpr, WEIG
             tile = tl.dot(hi, y[1][i], tile)
             tile = tl.dot(hi, y[0][i], tile)
             result = result + (acc[i] + tile * unit,)
+    elif PRECISION == "bf16x6":
+        for i in tl.static_range(count(CHUNKS)):
+            result = result + (acc[i] + tl.dot(w, y[i], input_precision=PRECISION),)
     else:
         for i in tl.static_range(count(CHUNKS)):
             part = rounded(y[i], PRECISION)
@@ -162,8 +169,8 @@ def huge(score):
 @triton.jit
 def unresolved(score, unit_x, unit_y, scale, DIM: tl.constexpr):
     """Whether scores of pairs may be off by more than float32 rounds the largest of their row, `score` (log2)."""
-    noise = unit_x * unit_y * tl.abs(scale) * (LOG2_E * NOISE * root(DIM))
-    return noise > RESOLVED * tl.maximum(tl.abs(score), 1.0)
+    least = unit_x * unit_y * tl.abs(scale) * (LOG2_E * NOISE / RESOLVED * root(DIM))
+    return tl.abs(score) < tl.where(least > 1.0, least, 0.0)  # one compare an element
 
 
 @triton.jit
