@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = b"sartor cubin 1\n"
-_LETTERS = {"P": "Q", "q": "q", "i": "i", "f": "f", "M": "128s"}  # of a signature -> of struct
-_SIZES = {"P": 8, "q": 8, "i": 4, "f": 4, "M": 128}
+_LETTERS = {"P": "Q", "q": "q", "i": "i", "f": "f", "M": "128s", "T": "256s"}  # of a signature -> of struct
+_SIZES = {"P": 8, "q": 8, "i": 4, "f": 4, "M": 128, "T": 256}
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -275,7 +275,7 @@ class Kernel:
     Args:
         binary: what `compile` returned.
         name: the kernel's `extern "C"` name.
-        signature: a letter a parameter: P pointer (int), q int64, i int32, f float32, M tensor map (128 bytes).
+        signature: a letter a parameter: P pointer (int), q int64, i int32, f float32, M tensor map (128 bytes), T two.
         block: threads a block.
         shared: bytes of dynamic shared memory a block.
     """
@@ -335,17 +335,20 @@ _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 
 
 class TensorMaps(dict[int, bytes]):
-    """`tensor_map`s by address, made when first asked for, of an operand whose other arguments stay."""
+    """`tensor_map`s by address, made when first asked for, of an operand whose other arguments stay. `boxes` are pairs
+    of a box and a swizzle; of several the maps stand one after the other."""
 
     MOST = 4096
 
-    def __init__(self, *rest: Any) -> None:
-        self.rest = rest
+    def __init__(
+        self, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], *boxes: tuple[tuple[int, ...], int]
+    ) -> None:
+        self.operand, self.boxes = (dtype, sizes, strides), boxes
 
     def __missing__(self, address: int) -> bytes:
         if len(self) >= self.MOST:
             self.clear()
-        found = self[address] = tensor_map(address, *self.rest)
+        found = self[address] = b"".join(tensor_map(address, *self.operand, *box) for box in self.boxes)
         return found
 
 
@@ -366,14 +369,15 @@ def tensor_map(
     """
     from cuda.bindings import driver
 
-    enum = driver.CUtensorMapSwizzle
+    enum, promotion = driver.CUtensorMapSwizzle, driver.CUtensorMapL2promotion
+    aligned = all(n % 32 == 0 for n in strides)  # where rows do not start on sectors, fetching more around them costs
     status, result = driver.cuTensorMapEncodeTiled(
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"), len(sizes), address,
         [driver.cuuint64_t(n) for n in sizes], [driver.cuuint64_t(n) for n in strides],
         [driver.cuuint32_t(n) for n in box], [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(enum, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[swizzle]}"),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B if aligned else promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_64B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
     if status != driver.CUresult.CUDA_SUCCESS:

@@ -11,7 +11,8 @@ import torch
 
 from sartor import kernels, mods, nvrtc
 from sartor.device import ARCHITECTURES
-from sartor.kernels.spec import Tile
+from sartor.kernels.hopper_forward import Measure
+from sartor.kernels.spec import Plan, Tile
 from sartor.problem import Call, Problem
 
 if nvrtc.missing():
@@ -32,25 +33,31 @@ def problem(dim=128, dim_v=None, heads=(4, 4), lengths=(1000, 1000), dtype=BF16,
 
 def check(p, tile):
     binary = SPEC.compile(p, tile)
-    assert set(binary.resources) == {"hopper_forward", *(["hopper_repair"] if p.program.keep is not None else [])}
+    assert set(binary.resources) == {"hopper_forward"}
     for found in binary.resources.values():
         assert (found.spill_bytes, found.stack_bytes) == (0, 0), binary.resources
     assert "C75" not in binary.log  # what ptxas says of wgmma it has to serialise
     return binary
 
 
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def of_class(mask, dim, n):
+    """A problem of a class of masks, n queries and keys."""
+    options = {"band": {"causal": True}, "tensor": {"bias": meta(n, n, dtype=BF16)}, "score": {"softcap": 30.0}}
+    return problem(dim, lengths=(n, n), **options.get(mask, {}))
+
+
 @pytest.mark.parametrize("row", ROWS, ids=NAMES)
 def test_tuning_row(row):
-    p = problem(row["dim"], lengths=(4096, 4096), causal=row["mask"] == "band")
+    p = of_class(row["mask"], row["dim"], 4096)
     tile = Tile.of(row["tile"])
     assert tile in list(SPEC.tiles(p, DEVICE))
     check(p, tile)
-    if row["dim"] in (64, 128):
-        check(problem(row["dim"], causal=row["mask"] == "band"), tile)  # keys that fill no tile
-
-
-def meta(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="meta")
+    if row["dim"] in (64, 128) and row["mask"] != "tensor":  # which may keep a few words aside between query tiles
+        check(of_class(row["mask"], row["dim"], 1000), tile)  # keys that fill no tile
 
 
 FEATURES = {
@@ -71,6 +78,23 @@ FEATURES = {
         "bias": meta(4, 1000, 1000), "mask": meta(1000, dtype=torch.bool),
     },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_bias_is_brought_near(dim):
+    """Rows that start on 16 bytes are copied to shared memory, which the measure makes room for; others are not."""
+    lengths = {"lengths": (1024, 1024)}
+    for width, near in ((1024, (0,)), (1025, ())):
+        bias = meta(1, 4, 1024, width, dtype=BF16)[..., :1024]
+        p = problem(dim, bias=bias, **lengths)
+        tile = next(iter(SPEC.tiles(p, DEVICE)))
+        measure = Measure.of(p, tile)
+        assert measure.near == near
+        assert measure.shared_bytes - Measure.of(problem(dim, **lengths), tile).shared_bytes == (
+            64 * measure.groups * (2 * measure.block_n + 16) if near else 0
+        )
+        if near:
+            check(p, tile)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -119,6 +143,12 @@ def test_reasons():
     assert "8.0" in SPEC.why_not(p, ARCHITECTURES[80])[0]
     assert SPEC.why_not(p, DEVICE) == []
     assert SPEC.why_not(replace(problem(33), rows_on_16_bytes=False), DEVICE) == []  # copied, once, with zeros
+
+
+def test_registers_are_told():
+    p = problem()
+    plan = Plan(SPEC, p, DEVICE, next(iter(SPEC.tiles(p, DEVICE))), "")
+    assert plan.registers == 168
 
 
 def test_a_dtype_cuda_has_no_name_for_is_refused():

@@ -147,6 +147,16 @@ def test_features(name):
     verify(*inputs(), through_lse=True, **FEATURES[name]())
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("sq", "skv", "d"), [(130, 208, 64), (200, 144, 128), (5, 272, 64)])
+def test_tensors_whose_rows_start_on_16_bytes(sq, skv, d, dtype):
+    """Masks and biases that can be copied 16 bytes at a time, whole and broadcast."""
+    q, k, v = inputs(sq=sq, skv=skv, d=d)
+    bias, mask = normal(2, 4, sq, skv, dtype=dtype), normal(1, 1, sq, skv, seed=4) > -0.5
+    for options in ({"bias": bias}, {"mask": mask}, {"bias": bias[:1, :1], "mask": mask, "causal": True}):
+        verify(q, k, v, **options)
+
+
 @pytest.mark.parametrize("align", ALIGNS)
 def test_window_is_not_compiled_in(align):
     """A new window is a new number to the same kernel."""

@@ -2,25 +2,30 @@
 //
 // A consumer warpgroup owns 64 query rows. While the tensor cores multiply this tile's Q K^T and the last tile's P V, it
 // turns the scores it has into weights, in registers (Shah et al. 2024, FlashAttention-3, sections 3.1 and 3.2). Blocks
-// are persistent: the first product of the next query tile goes along with the last one of this.
+// are persistent: the first product of the next query tile goes along with the last one of this, where there is room for
+// both tiles of queries.
 //
-// Beside the measure of cuda/forward.cuh: DIM (a multiple of 16, as DIM_V is), WIDTH, WIDTH_V (columns a swizzled chunk),
-// Q_REGISTERS, MARK, TURNS (warpgroups take turns at the tensor cores).
+// Beside the measure of cuda/forward.cuh: DIM (a multiple of 16; DIM_V is one of 8), WIDTH, WIDTH_V (columns a swizzled
+// chunk), LAST (columns of a narrower last chunk of q and k, or 0), Q_REGISTERS, DIM_EXACT (the head dim, padded to 8).
 #pragma once
 
-constexpr int MARKS = 4;  // where they begin in the workspace, after the scheduler's counters
-using QTile = Staged<DIM, 64, WIDTH>;
-using KTile = Staged<DIM, BLOCK_N, WIDTH>;
+using QTile = Staged<DIM, 64, WIDTH, LAST>;
+using KTile = Staged<DIM, BLOCK_N, WIDTH, LAST>;
 using VTile = Staged<DIM_V, BLOCK_N, WIDTH_V>;
 #include "cuda/forward.cuh"
+#include "hopper_repair.cuh"
 
 constexpr int STEPS = DIM / 16;
+constexpr bool AHEAD = Q_REGISTERS || Q_BUFFERS > 1;  // whether the next query tile is there before this one is done with
 
 struct Consumer : Worker {
   const float factor, scale;
   Softmax<BLOCK_N, BF16> softmax;
   float s[BLOCK_N / 2], o[DIM_V / 2];  // scores, then weights; output
   u32 p[BLOCK_N / 4];                  // weights as the A operand of P V
+#if MASK
+  Marks marks;
+#endif
 #if Q_REGISTERS
   u32 q[4 * STEPS];
 #endif
@@ -29,13 +34,13 @@ struct Consumer : Worker {
       : Worker(t, n, x, base, group), factor(factor), scale(scale) {}
 
   DEVICE void begin_q() {
+    bring_near(j);
     rings.q.await_full();
 #if Q_REGISTERS
-    const int r = ((threadIdx.x & 127) >> 5) * 16 + (lane & 15);
+    const int r = warp * 16 + (lane & 15);
     UNROLL for (int k = 0; k < STEPS; k++) {
-      constexpr int per_chunk = WIDTH / 16;
       u32(&piece)[4] = *reinterpret_cast<u32(*)[4]>(q + 4 * k);
-      load_matrix(piece, q_tile() + k / per_chunk * QTile::chunk_bytes + QTile::swizzled(r, k % per_chunk * 2 + (lane >> 4)));
+      load_matrix(piece, q_tile() + QTile::chunk(k) + QTile::swizzled(r, k, lane >> 4));
     }
     __syncwarp();
     release(rings.q.empty());
@@ -53,11 +58,11 @@ struct Consumer : Worker {
   DEVICE void multiply_qk() {  // s = Q K^T
     const u32 keys = along_k(base + AT_K) + rings.k.stage() * (KTile::bytes >> 4);
     UNROLL for (int k = 0; k < STEPS; k++) {
-      const u64 b = descriptor<KTile>(keys + step_k<KTile>(k));
+      const u64 b = sixteen<KTile>(keys, k);
 #if Q_REGISTERS
       k ? Wgmma<BLOCK_N>::rs<false, false>(s, q + 4 * k, b) : Wgmma<BLOCK_N>::rs<true, false>(s, q, b);
 #else
-      const u64 a = descriptor<QTile>(along_k(q_tile()) + step_k<QTile>(k));
+      const u64 a = sixteen<QTile>(along_k(q_tile()), k);
       k ? Wgmma<BLOCK_N>::ss<false>(s, a, b) : Wgmma<BLOCK_N>::ss<true>(s, a, b);
 #endif
     }
@@ -72,13 +77,13 @@ struct Consumer : Worker {
   DEVICE void multiply_both() {  // this tile's scores, and the last tile's share of the output; waits for the scores
     rings.k.await_full();
     pin(o), pin(p);
-    if (TURNS) group_sync(8 + group, 256);
+    await_turn();
     wgmma_fence();
     multiply_qk();
     rings.v.await_full();
     wgmma_fence();
     multiply_pv();
-    if (TURNS) group_arrive(8 + (group + 1) % GROUPS, 256);
+    pass_turn();
     wgmma_wait<1>();
     pin(s);
   }
@@ -86,6 +91,7 @@ struct Consumer : Worker {
   DEVICE void start() {  // the softmax of a query tile's first key tile
     prepare(s, scale);
     softmax.start(s, factor);
+    bring_near(j - 1);
   }
   DEVICE void pack() {
     UNROLL for (int i = 0; i < BLOCK_N / 4; i++) p[i] = Half::pack(s[2 * i], s[2 * i + 1]);
@@ -112,6 +118,7 @@ struct Consumer : Worker {
       UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] *= shrink[i / 2 % 2];
     }
     done_k(), done_v();
+    bring_near(j - 1);
     pack();
   }
 
@@ -119,64 +126,75 @@ struct Consumer : Worker {
     UNROLL for (int r = 0; r < 2; r++)
       UNROLL for (int i = 0; i < DIM_V / 8; i++)
         UNROLL for (int e = 0; e < 2; e++) o[4 * i + 2 * r + e] *= f.inverse[r];
-#if MARK
-    UNROLL for (int r = 0; r < 2; r++) {
-      float test = 0.f;  // stays 0 unless something is not finite
-      UNROLL for (int i = 0; i < DIM_V / 8; i++) test = fmaf(o[4 * i + 2 * r + 1], 0.f, fmaf(o[4 * i + 2 * r], 0.f, test));
-      if (f.real[r] && test != 0.f) t.work[MARKS + f.mark[r]] = 1;
-    }
+#if MASK
+    float test[2] = {0.f, 0.f};  // stays 0 unless something is not finite
+    UNROLL for (int i = 0; i < DIM_V / 2; i++) test[i / 2 % 2] = fmaf(o[i], 0.f, test[i / 2 % 2]);
+    const bool lost = (f.real[0] && test[0] != 0.f) || (f.real[1] && test[1] != 0.f);
+    if (__any_sync(ALL, lost)) marks.add(4 * f.mark + warp, t.work);
 #endif
     UNROLL for (int r = 0; r < 2; r++) store_row(o, r, f);
+    __syncwarp();  // or else the compiler takes what follows for divergent, and stage numbers leave the uniform registers
   }
 
   DEVICE void run() {
     if (!next_job()) return;
     if (TURNS && group == 0) group_arrive(8, 256);
-    begin_q();
-    rings.k.await_full();
-    wgmma_fence();
-    multiply_qk();
-    wgmma_wait<0>();
-    pin(s);
-    done_k();
-    start(), pack(), clear();
     while (true) {
-#pragma unroll 1
-      for (j--; j >= begin; j--) step();
-      end_q();
-      const Finished last = finish(softmax, factor);
-      if (!next_job()) {
-        rings.v.await_full();
-        pin(o), pin(p);
-        wgmma_fence();
-        multiply_pv();
-        wgmma_wait<0>();
-        pin(o);
-        store(last);
-        return;
-      }
+      skip();
       begin_q();
-      multiply_both();
+      rings.k.await_full();
+      wgmma_fence();
+      multiply_qk();
+      wgmma_wait<0>();
+      pin(s);
       done_k();
       start();
-      keep_here(softmax.sum[0] + softmax.sum[1], -factor);
-      wgmma_wait<0>();
-      pin(o);
-      done_v();
-      store(last);
-      clear(), pack();
+      softmax.settle(factor);
+      pack(), clear();
+      while (true) {
+#pragma unroll 1
+        for (j--; j >= begin; j--) step();
+        end_q();
+        const Finished last = finish(softmax, factor);
+        const bool more = next_job();
+        if (!more || !AHEAD || skipped) {
+          rings.v.await_full();
+          pin(o), pin(p);
+          wgmma_fence();
+          multiply_pv();
+          wgmma_wait<0>();
+          pin(o);
+          done_v();
+          store(last);
+          if (!more) return;
+          if (AHEAD) await_turn(), pass_turn();  // that of the product that the others do ahead
+          break;
+        }
+        begin_q();
+        multiply_both();
+        done_k();
+        start();
+        keep_here(softmax.sum[0] + softmax.sum[1], -factor);
+        wgmma_wait<0>();
+        pin(o);
+        done_v();
+        store(last);
+        softmax.settle(factor);
+        clear(), pack();
+      }
     }
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hopper_forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                   const __grid_constant__ TensorMap v, void* out, float* lse, const float* sinks, int* work, i64 out_batch,
-                   i64 out_head, i64 out_row, int heads_kv, int group, int seqlen_q, int seqlen_kv, int tiles_head, int tiles,
-                   int section, float factor, float scale AUX_PARAMETERS) {
+    hopper_forward(const __grid_constant__ TwoMaps q, const __grid_constant__ TwoMaps k,
+                   const __grid_constant__ TensorMap v, const __grid_constant__ Inputs inputs, void* out, float* lse,
+                   const float* sinks, int* work, i64 out_batch, i64 out_head, i64 out_row, int heads_kv, int group,
+                   int seqlen_q, int seqlen_kv, int tiles_head, int tiles, int section, float factor,
+                   float scale AUX_PARAMETERS) {
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
-  const Tensors t{&q, &k, &v, out, out_batch, out_head, out_row, lse, sinks, work};
+  const Tensors t{q.at, k.at, &v, out, out_batch, out_head, out_row, lse, sinks, work};
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section};
   const Aux x{AUX_VALUES};
   if (threadIdx.x == 0) Rings::init(base);
@@ -184,10 +202,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int warpgroup = __shfl_sync(ALL, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
     registers_fewer<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) load(base, t, n);
+    if (threadIdx.x == 0) load<true>(base, t, n, [](int, int, int, int) {});
     if (threadIdx.x >= 96) schedule(base, t, n, x);
   } else {
     registers_more<CONSUMER_REGISTERS>();
-    Consumer(t, n, x, factor, scale, base, warpgroup - 1).run();
+    Consumer consumer(t, n, x, factor, scale, base, warpgroup - 1);
+    consumer.run();
+#if MASK
+    u8* own_rows = memory + (consumer.q_tile() - shared_address(memory)) + consumer.warp * 16 * QTile::row_bytes;
+    Repair{inputs, t, n, x, scale, consumer.warp, consumer.lane, reinterpret_cast<float*>(own_rows)}.run(consumer.marks);
+#endif
   }
 }

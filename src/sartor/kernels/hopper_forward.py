@@ -1,7 +1,7 @@
 """The Hopper forward, host side: which problems, which measure, tensor maps, launch. The kernel is in the .cuh beside.
 
-A masked key whose value is NaN reaches its row through 0 * NaN. A tile of a masked problem that comes out non-finite is
-marked, and a second launch, `hopper_repair.cuh`, computes marked tiles again with care.
+A masked key whose value is NaN reaches its row through 0 * NaN. Rows of a masked problem that come out non-finite are
+marked, and computed again with care at the end (`hopper_repair.cuh`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import torch
@@ -21,12 +22,11 @@ from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
 from sartor.problem import Problem, name_of
 
 FOLDER = Path(__file__).parent
-SHELVES = ("expressions", "softmax", "wgmma")
-SIGNATURE = "MMMPPPPqqqiiiiiiiff"  # of the kernel, before the aux values
-REPAIR_SIGNATURE = "PqqqPqqqPqqqPPPPqqqiiiiif"
-REPAIR_THREADS = 128
+SHELVES = ("expressions", "near", "softmax", "split", "wgmma")
+SIGNATURE = "TTMMPPPPqqqiiiiiiiff"  # of the kernel, before the aux values
+INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
-SECTION_BYTES = 32 << 20  # of keys and values that tiles in flight share, within the L2 cache
+SECTION_BYTES, SECTION_HEADS = 32 << 20, 32  # keys and values that tiles in flight share: in L2, but not all the same
 MARKS = 4  # where they begin in the workspace, after the scheduler's counters
 
 
@@ -36,6 +36,7 @@ class HopperForward:
     name = "hopper_forward"
     family = "hopper"
     backwards = ("triton_backward",)
+    any_layout = True
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What TMA, wgmma and the run-time compiler need."""
@@ -52,7 +53,8 @@ class HopperForward:
         """Tiles that fit shared memory and registers, best guess first."""
         measures = (Measure.of(p, Tile(64 * g, n, 4 * (g + 1), s)) for g, n, s in _grid(p))
         for m in measures:
-            if m.accumulators <= (128 if m.groups == 3 else 192) and m.shared_bytes <= launch.room(dev):
+            registers = m.accumulators + 8 * len(m.near)
+            if registers <= (128 if m.groups == 3 else 192) and m.shared_bytes <= launch.room(dev):
                 yield m.tile
 
     def shared_bytes(self, plan: Plan) -> int:
@@ -62,38 +64,17 @@ class HopperForward:
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
-        files = ["hopper_forward", "hopper_repair"] if p.program.keep is not None else ["hopper_forward"]
-        return build(Measure.of(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16", files)
+        return build(Measure.of(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16", "hopper_forward")
 
-    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-        """out (b, sq, hq, dv) and lse (b, hq, sq)."""
-        p = plan.problem
-        out = allocate_out(p, x.q)
-        lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32, device=x.q.device)
+    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """out, (b, sq, hq, dv) or in the layout of `x`, and lse (b, hq, sq)."""
+        ready: Any = plan.cache.get(x.layout)  # copies of padded rows lie as their layout has it
+        if ready is None:
+            ready = plan.cache[x.layout] = Ready.of(self.compile(plan.problem, plan.tile), plan, x)  # type: ignore[arg-type]
         if x.q.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(x.q.device):
-                self._launch(plan, x, out, lse)
-        else:
-            self._launch(plan, x, out, lse)
-        return out, lse
-
-    def _launch(self, plan: Plan, x: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:
-        ready = plan.cache.get("hopper")
-        if ready is None:
-            ready = plan.cache["hopper"] = Ready.of(self.compile(plan.problem, plan.tile), plan, x, out)  # type: ignore[arg-type]
-        assert isinstance(ready, Ready)
-        q, k, v = (_padded(t) for t in (x.q, x.k, x.v))
-        work = None if ready.repair is None else stream_zeros(ready.spaces, MARKS + ready.measure.marks, x.q.device)
-        results = (
-            out.data_ptr(), lse.data_ptr(), 0 if x.sinks is None else x.sinks.data_ptr(),
-            0 if work is None else work.data_ptr(),
-        )  # fmt: skip
-        aux = expressions.arguments(x.aux, plan.problem.program) if x.aux else ()
-        maps = ready.map("q", q), ready.map("k", k), ready.map("v", v)
-        ready.kernel.launch(ready.grid, (*maps, *results, *ready.numbers, *aux))
-        if ready.repair is not None:
-            places = (q.data_ptr(), *ready.strides[0], k.data_ptr(), *ready.strides[1], v.data_ptr(), *ready.strides[2])
-            ready.repair.launch(ready.repair_grid, (*places, *results, *ready.repair_numbers, *aux))
+                return ready.run(x)  # type: ignore[no-any-return]
+        return ready.run(x)  # type: ignore[no-any-return]
 
 
 def reasons(p: Problem, dev: Device) -> list[str]:
@@ -109,16 +90,16 @@ def reasons(p: Problem, dev: Device) -> list[str]:
     return [*why, *(f"needs masks and scores that read a dtype CUDA C++ has, got {dtype}" for dtype in unknown)]
 
 
-def build(m: Measure, dtype: str, files: list[str]) -> nvrtc.Binary:
-    """Compile kernels, `files` in this folder, with a measure, the mods of its problem, and products of `dtype`."""
+def build(m: Measure, dtype: str, file: str) -> nvrtc.Binary:
+    """Compile a kernel, `file` in this folder, with a measure, the mods of its problem, and products of `dtype`."""
     text = "\n".join([
         *(f'#include "cuda/{shelf}.cuh"' for shelf in SHELVES),
         *(f"#define {name} {value}" for name, value in m.defines().items()),
-        expressions.source(m.p.program),
+        expressions.source(m.p.program, m.near),
         wgmma.wrappers((m.block_n, m.dim_v), dtype),
-        *(f'#include "{file}.cuh"' for file in files),
+        f'#include "{file}.cuh"',
     ])  # fmt: skip
-    return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name=f"{files[0]}.cu")
+    return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name=f"{file}.cu")
 
 
 def stream_zeros(kept: dict[int, torch.Tensor], size: int, device: torch.device) -> torch.Tensor:
@@ -134,10 +115,11 @@ def stream_zeros(kept: dict[int, torch.Tensor], size: int, device: torch.device)
 
 def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
     """(consumer warpgroups, keys a tile, stages), best guess first."""
-    wide = max(p.dim, p.dim_v)
+    wide, odd = max(p.dim, p.dim_v), p.dim % 16 > 0 or p.dim_v % 16 > 0  # odd: rows that do not start on 32 bytes
     slices = -(-p.seqlen_q // 64) * p.group
-    groups = (1, 2, 3) if slices == 1 else (3, 2, 1) if wide <= 80 else (2, 1)
-    widths = (64, 80, 96, 48, 32, 16) if wide > 176 else (128, 112, 96, 80, 64, 192, 176, 160, 144, 48, 32, 16)
+    groups = (1, 2, 3) if slices == 1 else (3, 2, 1) if wide <= (120 if odd else 80) else (2, 1)
+    narrow = wide > 176 or (odd and wide > 80)
+    widths = (64, 80, 96, 48, 32, 16) if narrow else (128, 112, 96, 80, 64, 192, 176, 160, 144, 48, 32, 16)
     return ((g, n, s) for g in groups for n in widths for s in (6, 5, 4, 3, 2))
 
 
@@ -147,11 +129,11 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(t, (0, missing)) if missing else t
 
 
-def _width(dim: int) -> int:
-    """Columns of a swizzled chunk, for a head dim: the widest that fills up; the widest of all where many narrow ones
-    would be needed, or where rows do not start on 32 bytes, which narrow copies feel most."""
+def width(dim: int, few: int) -> int:
+    """Columns of a swizzled chunk, for a head dim: the widest that fills up; the widest of all where narrow ones would
+    have to fill more than `few` columns, or where rows do not start on 32 bytes, which narrow copies feel most."""
     columns = -(-dim // 16) * 16
-    if columns % 64 == 0 or dim % 16 or (columns > 96 and columns % 32):
+    if columns % 64 == 0 or dim % 16 or (columns > few and columns % 32):
         return 64
     return 32 if columns % 32 == 0 else 16
 
@@ -165,8 +147,8 @@ class Measure:
     tile: Tile
     groups: int
     block_n: int
-    dim: int  # rounded up to 16, as dim_v is: products of 8 columns more take as long as of 16, or longer
-    dim_v: int
+    dim: int  # rounded up to 16, a step of q k^T
+    dim_v: int  # rounded up to 8, as products can be wide
     rows: int
     stages_k: int
     stages_v: int
@@ -178,14 +160,14 @@ class Measure:
         while p.group > 1 and rows >= 2 * max(p.seqlen_q, 1) and 64 // rows < p.group:
             rows //= 2
         return cls(
-            p, tile, tile.block_m // 64, tile.block_n, -(-p.dim // 16) * 16, -(-p.dim_v // 16) * 16, rows,
+            p, tile, tile.block_m // 64, tile.block_n, -(-p.dim // 16) * 16, -(-p.dim_v // 8) * 8, rows,
             -(-tile.stages // 2), tile.stages // 2,
         )  # fmt: skip
 
     @property
     def marks(self) -> int:
-        """Tiles that may need repair: 64 queries of a head each."""
-        return self.p.batch * self.p.heads_q * -(-self.p.seqlen_q // 64)
+        """Warps' shares of tiles, 16 of 64 queries of a head, that may need repair."""
+        return 4 * self.p.batch * self.p.heads_q * -(-self.p.seqlen_q // 64)
 
     @property
     def steps(self) -> int:
@@ -203,15 +185,20 @@ class Measure:
         return self.groups < 3 and self.accumulators + 4 * self.steps <= 192
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """Columns of a swizzled chunk, of q and k, and of v."""
-        return _width(self.p.dim), _width(self.p.dim_v)
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of a swizzled chunk of q and k, of a narrower last one (0: there is none), and of a chunk of v."""
+        rest = self.dim % 64
+        if self.dim > 64 and rest in (16, 32):
+            qk, last = 64, rest
+        else:
+            qk, last = (32, 16) if self.p.dim == 48 else (width(self.p.dim, 64), 0)
+        return qk, last, width(self.p.dim_v, 64)
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a row in shared memory, of q and k, and of v."""
-        w, wv = self.widths
-        return 2 * w * -(-self.dim // w), 2 * wv * -(-self.dim_v // wv)
+        w, last, wv = self.widths
+        return 2 * (self.dim if last else w * -(-self.dim // w)), 2 * wv * -(-self.dim_v // wv)
 
     @property
     def q_buffers(self) -> int:
@@ -221,25 +208,34 @@ class Measure:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory a block: tiles, barriers, jobs, and room to begin on 1024 bytes."""
+        """Dynamic shared memory a block: tiles, barriers, jobs, aux values, and room to begin on 1024."""
         return self._bytes(self.q_buffers)
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """The aux values that are brought to shared memory tile by tile."""
+        return expressions.near(self.p.program) if self.p.aux_on_16_bytes else ()
 
     def _bytes(self, q_buffers: int) -> int:
         qk, v = self.row_bytes
-        tiles = q_buffers * 64 * self.groups * qk + self.block_n * (self.stages_k * qk + self.stages_v * v)
+        step = 1024 if self.widths[1] else 1  # a chunk of 64 columns begins on 1024 bytes
+        q_tile, k_tile = (-(-rows * qk // step) * step for rows in (64, self.block_n))
+        tiles = q_buffers * self.groups * q_tile + self.stages_k * k_tile + self.stages_v * self.block_n * v
         pairs = self.stages_k + self.stages_v + 2 + q_buffers * self.groups
-        return tiles + 16 * pairs + 2 * (16 + 16 * self.groups) + 1024
+        near = sum(self.block_n * expressions.size(self.p.program.aux[i]) + 16 for i in self.near)
+        return tiles + 16 * pairs + 2 * (16 + 32 * self.groups) + 64 * self.groups * near + 1024
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
         p, program = self.p, self.p.program
         mask = 0 if program.keep is None else 1 if expressions.is_interval(program) else 2
+        width, last, width_v = self.widths
         return {
             "DIM": self.dim, "DIM_V": self.dim_v, "DIM_EXACT": -(-p.dim // 8) * 8, "COLUMNS": p.dim_v,
-            "WIDTH": self.widths[0], "WIDTH_V": self.widths[1],
+            "WIDTH": width, "LAST": last, "WIDTH_V": width_v,
             "GROUPS": self.groups, "BLOCK_N": self.block_n, "STAGES_K": self.stages_k, "STAGES_V": self.stages_v,
             "Q_BUFFERS": self.q_buffers, "Q_REGISTERS": int(self.q_registers), "ROWS": self.rows,
-            "MASK": mask, "LOWER": int(mask == 2 or expressions.has_lower_end(program)), "MARK": int(mask > 0),
+            "MASK": mask, "LOWER": int(mask == 2 or expressions.has_lower_end(program)),
             "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0), "SINKS": int(p.sinks),
             "BALANCED": int(mask > 0), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
             "TURNS": int(self.groups > 1 and not self.q_registers),
@@ -249,61 +245,74 @@ class Measure:
 
 @dataclass
 class Ready:
-    """Compiled kernels with what does not change between calls of one key."""
+    """The compiled kernel with what does not change between calls of one key."""
 
-    measure: Measure
+    problem: Problem
     kernel: nvrtc.Kernel
     grid: int
-    numbers: tuple[Any, ...]
-    repair: nvrtc.Kernel | None
-    repair_grid: int
-    repair_numbers: tuple[Any, ...]
-    strides: tuple[tuple[int, int, int], ...]  # of q, k, v: batch, head, row
-    maps: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    numbers: tuple[Any, ...]  # with the aux values, unless there are tensors among them
+    reads: bool  # whether there are
+    strides: tuple[tuple[int, int, int], ...]  # of q, k, v, where rows may need repair: batch, head, row
+    marks: int
+    maps: tuple[nvrtc.TensorMaps, ...]  # of q, k, v
+    lse: torch.Tensor  # one number, expanded to lse's shape: `empty_like` parses less than `empty`
     spaces: dict[int, torch.Tensor] = field(default_factory=dict)  # the scheduler's counters and the marks
 
     @classmethod
-    def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands, out: torch.Tensor) -> Ready:
+    def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands) -> Ready:
         """Everything the launches of a plan need."""
         p, m = plan.problem, Measure.of(plan.problem, plan.tile)  # type: ignore[arg-type]
+        tensors = (allocate_out(p, x.q, x.layout), _padded(x.q), _padded(x.k), _padded(x.v))
+        out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
         slices = -(-p.seqlen_q // m.rows) * -(-p.group // (64 // m.rows))
         tiles_head = -(-slices // m.groups)
         tiles = tiles_head * p.heads_kv * p.batch
         head_bytes = 2 * p.seqlen_kv * (p.dim + p.dim_v)
-        section = p.heads_kv * p.batch if p.dim > 128 else max(1, SECTION_BYTES // head_bytes)
+        section = max(SECTION_HEADS, min(SECTION_BYTES // head_bytes, 8192 // p.dim))
         plain = p.program.score is None and p.softmax_scale > 0
         factor = p.softmax_scale * launch.LOG2_E if plain else launch.LOG2_E
         shape = (*launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv)
         letters, sms = expressions.signature(p.program), plan.device.sm_count or 1
         kernel = nvrtc.Kernel(binary, "hopper_forward", SIGNATURE + letters, 128 * (m.groups + 1), m.shared_bytes)
-        repair = None
-        if p.program.keep is not None:
-            repair = nvrtc.Kernel(binary, "hopper_repair", REPAIR_SIGNATURE + letters, REPAIR_THREADS)
+        width, last, width_v = m.widths
+        slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
+        reads = any(isinstance(value, torch.Tensor) for value in x.aux)
+        numbers = (*shape, tiles_head, tiles, section, factor, p.softmax_scale)
         return cls(
-            m, kernel, min(tiles, sms), (*shape, tiles_head, tiles, section, factor, p.softmax_scale),
-            repair, min(m.marks, 4 * sms), (*shape, m.marks, p.softmax_scale),
-            tuple(launch.strides(_padded(t)) for t in (x.q, x.k, x.v)),
+            p, kernel, min(tiles, sms), numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,
+            () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks,
+            (_maps(q, slice_, width, last), _maps(k, tile, width, last), _maps(v, tile, width_v)),
+            torch.empty(1, device=q.device).expand(p.batch, p.heads_q, p.seqlen_q),
         )  # fmt: skip
 
-    def map(self, name: str, t: torch.Tensor) -> bytes:
-        """The tensor map of an operand; its shape and strides are the plan's, so its address names it."""
-        address = t.data_ptr()
-        found = self.maps.get((name, address))
-        if found is None:
-            if len(self.maps) > 4096:
-                self.maps.clear()
-            found = self.maps[name, address] = self._encode(name, t)
-        return found
+    def run(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One launch on the current stream."""
+        p, q, k, v = self.problem, x.q, x.k, x.v
+        if p.dim % 8 or p.dim_v % 8:
+            q, k, v = _padded(q), _padded(k), _padded(v)
+        out, lse = allocate_out(p, x.q, x.layout), torch.empty_like(self.lse) if x.lse else None
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        maps_q, maps_k, maps_v = self.maps
+        work, inputs = None, b""
+        if self.strides:
+            work = stream_zeros(self.spaces, MARKS + self.marks, q.device)
+            of_q, of_k, of_v = self.strides
+            inputs = INPUTS.pack(at_q, *of_q, at_k, *of_k, at_v, *of_v)
+        self.kernel.launch(self.grid, (
+            maps_q[at_q], maps_k[at_k], maps_v[at_v], inputs,
+            out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if x.sinks is None else x.sinks.data_ptr(),
+            0 if work is None else work.data_ptr(), *self.numbers,
+            *(expressions.arguments(x.aux, p.program) if self.reads else ()),
+        ))  # fmt: skip
+        return out, lse
 
-    def _encode(self, name: str, t: torch.Tensor) -> bytes:
-        m = self.measure
-        b, s, h, d = t.shape
-        width = m.widths[name == "v"]
-        rows, heads = (m.rows, 64 // m.rows) if name == "q" else (m.block_n, 1)
-        strides = tuple(2 * t.stride(i) if t.shape[i] > 1 else 16 for i in (1, 2, 0))
-        return nvrtc.tensor_map(
-            t.data_ptr(), name_of(t.dtype), (d, s, h, b), strides, (width, rows, heads, 1), 2 * width
-        )  # fmt: skip
+
+def _maps(t: torch.Tensor, rows_heads: tuple[int, int], *widths: int) -> nvrtc.TensorMaps:
+    """Maps of tensors like `t`, (b, s, h, d), for copies of so many rows and heads, in chunks of each of `widths`."""
+    b, s, h, d = t.shape
+    strides = tuple(2 * t.stride(i) if t.shape[i] > 1 else 16 for i in (1, 2, 0))
+    boxes = (((width, *rows_heads, 1), 2 * width) for width in widths if width)
+    return nvrtc.TensorMaps(name_of(t.dtype), (d, s, h, b), strides, *boxes)
 
 
 SPEC = HopperForward()

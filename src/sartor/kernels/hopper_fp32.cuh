@@ -4,9 +4,13 @@
 // P V starts from zero at every key tile, and an ordinary multiply-add, with the tile's unit, adds it to the output: the
 // tensor core's own additions cut off bits, which a sum over all keys would show. The rest is as in hopper_forward.cuh.
 //
+// Nothing is split beforehand. A warp splits its own queries. Keys and values, which many read, are split into global
+// memory by warps that have nothing else to do, ahead of who needs them, and by all warps before the first product: so
+// most of the time that it takes is hidden behind the products.
+//
 // Tiles that pairs do not do are marked, to be computed again. Beside the measure of cuda/forward.cuh: DIM (a multiple of
-// 16, as DIM_V is), WIDTH, WIDTH_V (columns a swizzled chunk), TURNS (warpgroups take turns at the tensor cores),
-// HUGE_SCORE (log2). ROWS is 64, and BLOCK_N divides SEGMENT, the rows that share a unit.
+// 16, as DIM_V is), DIM_EXACT (columns of q and k in memory), WIDTH, WIDTH_V (columns a swizzled chunk), VECTOR (rows
+// begin and end on 16 bytes), SPLITTERS (warps that split all the time), HUGE_SCORE (log2). ROWS is 64.
 #pragma once
 
 using QTile = Pair<Staged<DIM, 64, WIDTH>>;
@@ -14,38 +18,129 @@ using KTile = Pair<Staged<DIM, BLOCK_N, WIDTH>>;
 using VTile = Pair<Staged<DIM_V, BLOCK_N, WIDTH_V>>;
 #include "cuda/forward.cuh"
 
-constexpr int STEPS = DIM / 16;
+using SplitK = Splitter<DIM_EXACT, BLOCK_N, VECTOR, false>;
+using SplitV = Splitter<COLUMNS, BLOCK_N, VECTOR, true>;
+constexpr int STEPS = DIM / 16, WARPS = THREADS / 32;
+// Of a thread of the first warpgroup, and of the others, who take what they need; at launch 168, or 128 where there are four
+constexpr int WIDE_TILE = BLOCK_N + DIM_V, PARTED = GROUPS == 3 ? 512 : 504;
+constexpr int OTHER_REGISTERS = GROUPS < 3 ? (WIDE_TILE > 128 ? 232 : 216) : WIDE_TILE > 64 ? 96 + (WIDE_TILE + 15) / 16 * 8 : 128;
+constexpr int SPLITTER_REGISTERS = PARTED - (GROUPS == 3 ? 3 : 2) * OTHER_REGISTERS;
+// After what cuda/forward.cuh has in shared memory: units of a stage's keys and values, and rooms for splitting. There are
+// more rooms, in the place of the tiles, before the first tile comes.
+constexpr int AT_UNITS = AT_NEAR + 4 * GROUPS * NEAR_BYTES, AT_ROOM = (AT_UNITS + 8 * STAGES_K + 15) & ~15;
+constexpr int ROOM_BYTES = SplitK::bytes > SplitV::bytes ? SplitK::bytes : SplitV::bytes;
+constexpr int ROOMS = AT_ROOM / ROOM_BYTES + SPLITTERS, HELPERS = ROOMS < WARPS ? ROOMS : WARPS;
 
-struct Units {
-  const float *q, *k, *v;  // (batch, heads, segments)
-  int* marks;              // one for 64 queries of a head, its last ones first
-  float noise;             // products.unresolved for units of 1, in what it allows
+// Keys and values, and the pairs that are made of them, a key tile of one of both at a time. Warps claim these items in the
+// order in which they are wanted, so that what somebody waits for is being worked on, whichever blocks have begun.
+struct Keys {
+  const Shape& n;
+  Source k, v;
+  u16 *k_pairs, *v_pairs;  // (batch, heads, seqlen_kv, 2 * pitch)
+  u64* units;              // (batch, heads, key tiles), of k in the low word, of v in the high one; 0 until the pairs are there
+  int* claims;             // [next item, warps that are done]
+
+  DEVICE int tiles() const { return ceil_div(n.seqlen_kv, BLOCK_N); }
+  DEVICE int items() const { return 2 * (n.tiles / n.tiles_head) * tiles(); }
+  DEVICE u64* unit(int batch, int head, int tile) const {
+    return units + (i64(batch) * n.heads_kv + head) * tiles() + tile;
+  }
+
+  DEVICE void split_one(int item, u32 room) const {
+    const Shape order{n.heads_kv, 0, 0, 0, tiles(), items() / 2, BALANCED ? n.section : 1};
+    const Place at = locate<true>(item / 2, order);  // the last keys first, as they are read
+    const i64 row = i64(at.tile) * BLOCK_N, to = (i64(at.batch) * n.heads_kv + at.head) * n.seqlen_kv + row;
+    const int rows = imin(n.seqlen_kv - int(row), BLOCK_N), lane = threadIdx.x & 31;
+    const Source& x = item % 2 ? v : k;
+    const float* from = x.at + at.batch * x.batch + at.head * x.head + row * x.row;
+    const float unit = item % 2 ? SplitV::run(from, x.row, rows, v_pairs + to * (2 * SplitV::PITCH), room)
+                                : SplitK::run(from, x.row, rows, k_pairs + to * (2 * SplitK::PITCH), room);
+    global_fence();
+    __syncwarp();
+    const u64 bits = u32(__float_as_int(unit));
+    if (lane == 0) global_set(this->unit(at.batch, at.head, at.tile), item % 2 ? bits << 32 : bits);
+  }
+  // Items that nobody has claimed, while they are before `limit`
+  DEVICE void split_some(int limit, u32 room) const {
+    const bool lead = (threadIdx.x & 31) == 0;
+#pragma unroll 1
+    while (true) {
+      int item = items();
+      if (lead && *static_cast<volatile int*>(claims) < limit) item = atomicAdd(claims, 1);
+      item = __shfl_sync(ALL, item, 0);
+      if (item >= items()) break;
+      split_one(item, room);
+    }
+    if (lead && atomicAdd(claims + 1, 1) == int(gridDim.x) * (HELPERS + SPLITTERS) - 1) claims[0] = claims[1] = 0;
+  }
+
+  // For the loader: waits for the pairs of a key tile, and puts their units in place
+  DEVICE void await(u32 slot, int tile, int head, int batch) const {
+    u64 both;
+    do both = global_acquire(unit(batch, head, tile));
+    while (u32(both) == 0 || u32(both >> 32) == 0);
+    global_fence();
+    shared_store(slot, int(both)), shared_store(slot + 4, int(both >> 32));
+  }
 };
 
 struct Consumer : Worker {
-  const Units& units;
-  const float factor, scale;
+  const Source& q;
+  const float factor, scale, noise;  // noise: products.unresolved for units of 1, in what it allows
+  int* const marks;                  // one for 64 queries of a head, its last ones first
   using Weights = Online<BLOCK_N>;
   Weights softmax;
   float s[BLOCK_N / 2], share[DIM_V / 2], o[DIM_V / 2];  // scores, then weights; a tile's share of the output; output
   u32 hi[BLOCK_N / 4], lo[BLOCK_N / 4];                  // weights as A operands of P V
-  float q_unit, v_unit, most;  // v_unit: of the tile that hi and lo belong to; most: the largest unit of keys so far
+  float q_unit, k_unit, next, v_unit;  // of this warp's queries; of this tile's keys, and values; of those for hi and lo
+  float most;                          // the largest unit of keys so far
 
-  DEVICE Consumer(const Tensors& t, const Units& units, const Shape& n, const Aux& x, float factor, float scale, u32 base,
-                  int group)
-      : Worker(t, n, x, base, group), units(units), factor(factor), scale(scale),
+  DEVICE Consumer(const Tensors& t, const Source& q, const Shape& n, const Aux& x, float factor, float scale, float noise,
+                  int* marks, u32 base, int group)
+      : Worker(t, n, x, base, group), q(q), factor(factor), scale(scale), noise(noise), marks(marks),
         softmax(SCORE || PRESCALE ? 1.f : scale) {}
 
-  DEVICE void begin_q() {
-    const int flat = (batch * n.heads_kv + head) * n.group + part.first_head, segments = ceil_div(n.seqlen_q, SEGMENT);
-    const int own = imin(part.first_query / SEGMENT, segments - 1);  // a slice may begin past the last query
-    q_unit = global_load(units.q + flat * segments + own);
-    most = 0.f;
-    rings.q.await_full();
+  // Columns 16 * k to 16 * k + 15 of this thread's two queries, as an A operand has them
+  DEVICE void fetch(float2 (&x)[4], int k, int row) const {
+    UNROLL for (int i = 0; i < 4; i++) {
+      const int query = part.query(row + i % 2 * 8), column = 16 * k + i / 2 * 8 + 2 * (lane & 3);
+      const float* from = q.at + batch * q.batch + (head * n.group + part.first_head) * q.head + query * q.row + column;
+      const bool real = query < n.seqlen_q;
+      x[i] = make_float2(0.f, 0.f);
+      if (VECTOR) {
+        if (real && column < DIM_EXACT) x[i] = global_load_pair(from);
+      } else {
+        if (real && column < DIM_EXACT) x[i].x = global_load(from);
+        if (real && column + 1 < DIM_EXACT) x[i].y = global_load(from + 1);
+      }
+    }
   }
-  DEVICE void end_q() { release(rings.q.empty()), rings.q.next(); }
-  DEVICE int segment() const {
-    return (batch * n.heads_kv + head) * ceil_div(n.seqlen_kv, SEGMENT) + j / (SEGMENT / BLOCK_N);
+  DEVICE void begin_q() {  // splits a warp's 16 queries
+    constexpr bool HOLD = STEPS <= 8;  // in registers, or read them twice
+    const int mine = opaque(row);
+    float2 x[HOLD ? STEPS : 1][4];
+    float top = 0.f;
+    UNROLL for (int k = 0; k < STEPS; k++) {
+      float2(&piece)[4] = x[HOLD ? k : 0];
+      fetch(piece, k, mine);
+      UNROLL for (int i = 0; i < 4; i++) top = fmaxf(top, fmaxf(fabsf(piece[i].x), fabsf(piece[i].y)));
+    }
+    top = __int_as_float(warp_max(__float_as_int(top)));
+    const float up = power_of_two(top).up;
+    q_unit = unit_of(top), most = 0.f;
+    group_sync(1 + group, 128);  // nobody reads the last queries any more
+    UNROLL for (int k = 0; k < STEPS; k++) {
+      float2(&piece)[4] = x[HOLD ? k : 0];
+      if (!HOLD) fetch(piece, k, mine);
+      UNROLL for (int i = 0; i < 4; i++) {
+        const u32 to = q_tile() + QTile::swizzled(mine + i % 2 * 8, k, i / 2) + 4 * (lane & 3);
+        u32 high, low;
+        split(piece[i].x * up, piece[i].y * up, high, low);
+        shared_store(to, high), shared_store(to + QTile::lo, low);
+      }
+    }
+    shared_fence();
+    group_sync(1 + group, 128);
   }
 
   template <bool ZERO> DEVICE void multiply_qk(u32 queries, u32 keys) {
@@ -55,7 +150,8 @@ struct Consumer : Worker {
     }
   }
   DEVICE void multiply_qk() {  // s = Q K^T
-    const u32 queries = along_k(q_tile()), keys = along_k(base + AT_K) + rings.k.stage() * (KTile::bytes >> 4);
+    const u32 queries = opaque(along_k(q_tile()));
+    const u32 keys = along_k(opaque(base) + AT_K) + rings.k.stage() * (KTile::bytes >> 4);
     multiply_qk<true>(queries, keys + (KTile::lo >> 4));
     multiply_qk<false>(queries + (QTile::lo >> 4), keys);
     multiply_qk<false>(queries, keys);
@@ -68,22 +164,25 @@ struct Consumer : Worker {
     }
   }
   DEVICE void multiply_pv() {  // share = P V
-    const u32 values = across_k<VTile>(base + AT_V) + rings.v.stage() * (VTile::bytes >> 4);
+    const u32 values = across_k<VTile>(opaque(base) + AT_V) + rings.v.stage() * (VTile::bytes >> 4);
     multiply_pv<true>(hi, values + (VTile::lo >> 4));
     multiply_pv<false>(lo, values);
     multiply_pv<false>(hi, values);
     wgmma_commit();
   }
-  DEVICE void multiply_both() {  // this tile's scores, and the last tile's share of the output; waits for the scores
+  DEVICE void await_k() {
     rings.k.await_full();
+    const u32 slot = opaque(base) + AT_UNITS + 8 * rings.k.stage();
+    k_unit = __int_as_float(shared_load(slot)), next = __int_as_float(shared_load(slot + 4));
+  }
+  DEVICE void multiply_both() {  // this tile's scores, and the last tile's share of the output; waits for the scores
+    await_k();
     pin(share), pin(hi), pin(lo);
-    if (TURNS) group_sync(8 + group, 256);
     wgmma_fence();
     multiply_qk();
     rings.v.await_full();
     wgmma_fence();
     multiply_pv();
-    if (TURNS) group_arrive(8 + (group + 1) % GROUPS, 256);
     wgmma_wait<1>();
     pin(s);
     done_k();
@@ -95,16 +194,18 @@ struct Consumer : Worker {
     UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] = fmaf(share[i], v_unit, o[i]);
   }
 
-  DEVICE float prepare_with(float k_unit) {  // returns what is left of the unit
+  DEVICE float prepare() {  // returns what is left of the unit
     const float unit = larger(q_unit * k_unit, LEAST);
     most = larger(most, k_unit);
-    prepare(s, scale * unit);
+    Worker::prepare(s, scale * unit);
+    bring_near(j - 1);
     return SCORE || PRESCALE ? 1.f : unit;
   }
-  DEVICE void start(float k_unit) {  // the softmax of a query tile's first key tile
-    const float unit = prepare_with(k_unit);
+  DEVICE void start() {  // the softmax of a query tile's first key tile
+    const float unit = prepare();
     softmax.start(s, unit);
     softmax.weigh(s, unit, factor);
+    v_unit = next;
   }
   DEVICE void pack() {
     UNROLL for (int i = 0; i < BLOCK_N / 4; i++) split(s[2 * i], s[2 * i + 1], hi[i], lo[i]);
@@ -114,9 +215,8 @@ struct Consumer : Worker {
   }
 
   DEVICE void step() {
-    const float k_unit = global_load(units.k + segment()), next = global_load(units.v + segment());
     multiply_both();
-    const float unit = prepare_with(k_unit);
+    const float unit = prepare();
     float shrink[2];
     const bool grew = softmax.raise(s, unit, factor, shrink);
     softmax.weigh(s, unit, factor);
@@ -132,11 +232,11 @@ struct Consumer : Worker {
   // Whether pairs do not do for a row (products.unresolved, products.huge), whose maximum the softmax knows to `slack`
   DEVICE bool lost(const Finished& f) const {
     constexpr float slack = Weights::limit - Weights::margin;
-    const float noise = q_unit * most * units.noise;
+    const float off = q_unit * most * noise;
     bool any = false;
     UNROLL for (int r = 0; r < 2; r++) {
       const float score = fabsf(softmax.top[r] * factor);
-      const bool row = score + slack > HUGE_SCORE || noise > fmaxf(score - slack, 1.f);
+      const bool row = score + slack > HUGE_SCORE || off > fmaxf(score - slack, 1.f);
       any |= f.real[r] && softmax.top[r] > -MOST && row;
     }
     return any;
@@ -150,25 +250,23 @@ struct Consumer : Worker {
     }
     UNROLL for (int r = 0; r < 2; r++) store_row(o, r, f), lost |= f.real[r] && test[r] != 0.f;
     lost = group_any(1 + group, lost);
-    if ((threadIdx.x & 127) == 0 && f.real[0]) units.marks[f.mark[0]] = lost;
+    if ((threadIdx.x & 127) == 0 && f.real[0]) marks[f.mark] = lost;
   }
 
   DEVICE void run() {
-    if (TURNS && group == 0) group_arrive(8, 256);
     while (next_job()) {
+      if (GROUPS < 3 && BLOCK_N <= 64) skip();  // three have no registers left for it
+      bring_near(j);
       begin_q();
-      const float k_unit = global_load(units.k + segment());
-      v_unit = global_load(units.v + segment());
-      rings.k.await_full();
+      await_k();
       wgmma_fence();
       multiply_qk();
       wgmma_wait<0>();
       pin(s);
       done_k();
-      start(k_unit), pack(), clear();
+      start(), pack(), clear();
 #pragma unroll 1
       for (j--; j >= begin; j--) step();
-      end_q();
       rings.v.await_full();
       pin(share), pin(hi), pin(lo);
       wgmma_fence();
@@ -181,26 +279,37 @@ struct Consumer : Worker {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hopper_fp32(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                const __grid_constant__ TensorMap v, const float* q_units, const float* k_units, const float* v_units,
-                float* out, float* lse, const float* sinks, int* work, int* marks, i64 out_batch, i64 out_head, i64 out_row,
-                int heads_kv, int group, int seqlen_q, int seqlen_kv, int tiles_head, int tiles, int section, float factor,
-                float scale, float noise AUX_PARAMETERS) {
+    hopper_fp32(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const float* q,
+                i64 q_batch, i64 q_head, i64 q_row, const float* k, i64 k_batch, i64 k_head, i64 k_row, const float* v,
+                i64 v_batch, i64 v_head, i64 v_row, u16* k_pairs, u16* v_pairs, u64* units, float* out, float* lse,
+                const float* sinks, int* work, int* marks, i64 out_batch, i64 out_head, i64 out_row, int heads_kv, int group,
+                int seqlen_q, int seqlen_kv, int tiles_head, int tiles, int section, int first, float factor, float scale,
+                float noise AUX_PARAMETERS) {
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
-  const Tensors t{&q, &k, &v, out, out_batch, out_head, out_row, lse, sinks, work};
-  const Units units{q_units, k_units, v_units, marks, noise};
+  const Tensors t{nullptr, &k_map, &v_map, out, out_batch, out_head, out_row, lse, sinks, work};
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section};
+  const Source queries{q, q_batch, q_head, q_row};
+  const Keys keys{n, {k, k_batch, k_head, k_row}, {v, v_batch, v_head, v_row}, k_pairs, v_pairs, units, work + 2};
   const Aux x{AUX_VALUES};
+  const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);
+  if (warp < HELPERS) {
+    keys.split_some(first, base + warp * ROOM_BYTES);
+    shared_fence();
+  }
+  __syncthreads();
   if (threadIdx.x == 0) Rings::init(base);
   __syncthreads();
-  const int warpgroup = __shfl_sync(ALL, threadIdx.x >> 7, 0);
-  if (warpgroup == 0) {
-    registers_fewer<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) load(base, t, n);
-    if (threadIdx.x >= 96) schedule(base, t, n, x);
+  if (warp < 4) {
+    registers_fewer<SPLITTER_REGISTERS>();
+    if (threadIdx.x == 0)
+      load<false>(base, t, n, [&](int stage, int tile, int head, int batch) {
+        keys.await(base + AT_UNITS + 8 * stage, tile, head, batch);
+      });
+    if (warp > 0 && warp <= SPLITTERS) keys.split_some(keys.items(), base + AT_ROOM + (warp - 1) * ROOM_BYTES);
+    if (warp == 3) schedule(base, t, n, x);
   } else {
-    registers_more<CONSUMER_REGISTERS>();
-    Consumer(t, units, n, x, factor, scale, base, warpgroup - 1).run();
+    registers_more<OTHER_REGISTERS>();
+    Consumer(t, queries, n, x, factor, scale, noise, marks, base, warp / 4 - 1).run();
   }
 }

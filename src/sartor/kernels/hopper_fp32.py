@@ -1,7 +1,7 @@
 """The Hopper forward of float32 on pairs of float16, host side. The kernel is in the .cuh beside.
 
-Three kinds of launch, as in `fp32_forward`, whose splits and second computations these are: only the launch on pairs is
-CUDA C++. It marks the tiles of 64 queries that pairs do not do.
+Two kinds of launch: the one on pairs, in CUDA C++, which splits its operands as it goes and marks the tiles of 64
+queries that pairs do not do, and those of `fp32_forward` over what is marked.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sartor.problem import Problem
 if launch.available():
     from sartor.kernels.parts import codegen, products, split
 
-SIGNATURE = "MMMPPPPPPPPqqqiiiiiiifff"  # of the kernel, before the aux values
+SIGNATURE = "MMPqqqPqqqPqqqPPPPPPPPqqqiiiiiiiifff"  # of the kernel, before the aux values
 MAX_DIM_V = 128
-SPLITS = 3  # launches before the one on pairs
+FEW_TILES = 8  # a head's query tiles that use up its keys faster than two warps a block split them
 
 
 class HopperFp32:
@@ -63,7 +63,7 @@ class HopperFp32:
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
-        return hopper_forward.build(Measure.of(p, tile), "f16", ["hopper_fp32"])
+        return hopper_forward.build(Measure.of(p, tile), "f16", "hopper_fp32")
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """out (b, sq, hq, dv) and lse (b, hq, sq)."""
@@ -74,32 +74,28 @@ class HopperFp32:
 
     def notes(self, p: Problem) -> Iterable[str]:
         """Memory that a call takes besides its results."""
-        return fp32_forward.SPEC.notes(p)
+        size = sum(split.nbytes(p.batch, p.seqlen_kv, p.heads_kv, d) for d in (p.dim, p.dim_v))
+        yield f"the forward splits k and v into pairs of float16: {size / 2**20:.1f} MiB beside them"
 
     def _run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         p, device = plan.problem, x.q.device
         lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32, device=device)
         marks = torch.empty(p.batch * p.heads_q * -(-p.seqlen_q // 64), dtype=torch.int32, device=device)
-        results, pairs = Results(allocate_out(p, x.q), lse, marks), fp32_forward.SPEC.pairs(x)
+        results = Results(allocate_out(p, x.q), lse, marks)
         ready = plan.cache.get("hopper")
         if ready is None:
-            ready = plan.cache["hopper"] = Ready.of(self.compile(p, plan.tile), plan, results.out)  # type: ignore[arg-type]
+            binary = self.compile(p, plan.tile)  # type: ignore[arg-type]
+            ready = plan.cache["hopper"] = Ready.of(binary, plan, x, results.out)
         assert isinstance(ready, Ready)
+        ready.start(x, results)
         changed: dict[str, Any] = {"q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v}
         changed |= {"out_ptr": results.out, "lse_ptr": lse, "bad_ptr": marks}
         if x.sinks is not None:
             changed["sinks_ptr"] = x.sinks
         if x.aux:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
-
-        def portable() -> list[launch.Launch]:
-            return fp32_forward.SPEC.steps(ready.portable, x, results, pairs)
-
-        if not launch.again({}, plan.cache, "splits", launch.own({"q": x.q, "k": x.k, "v": x.v}, pairs)):
-            launch.run(portable()[:SPLITS], plan.cache, "splits")
-        ready.start(x, results, pairs)
         if not launch.again(changed, plan.cache, "again"):
-            launch.run(portable()[SPLITS + 1 :], plan.cache, "again")
+            launch.run(fp32_forward.SPEC.again(ready.portable, x, results), plan.cache, "again")
         return results.out, lse
 
 
@@ -122,79 +118,109 @@ class Measure(hopper_forward.Measure):
         return False
 
     @property
+    def q_buffers(self) -> int:
+        """One: a warpgroup splits its queries when it begins with them."""
+        return 1
+
+    @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a row in shared memory, of q and k, and of v."""
         qk, v = super().row_bytes
         return 2 * qk, 2 * v
 
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns of a swizzled chunk of q and k, all of one width, and of v."""
+        return hopper_forward.width(self.p.dim, 96), 0, hopper_forward.width(self.p.dim_v, 96)
+
+    @property
+    def room_bytes(self) -> int:
+        """Shared memory in which a warp splits a key tile: rows of a power of two columns, or of 128s."""
+        wide = max(self.p.dim, self.p.dim_v, 8)
+        return 4 * self.block_n * (-(-wide // 128) * 128 if wide > 128 else 1 << (wide - 1).bit_length())
+
+    @property
+    def splitters(self) -> int:
+        """Warps a block that split keys and values all the time."""
+        return 2 if self.room_bytes <= 16 << 10 else 1
+
+    def _bytes(self, q_buffers: int) -> int:
+        return super()._bytes(q_buffers) + 8 * self.stages_k + 16 + self.splitters * self.room_bytes
+
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
-        constants = {"SEGMENT": split.SEGMENT.value, "HUGE_SCORE": f"{products.HUGE.value}f"}
-        return super().defines() | constants
+        p = self.p
+        return super().defines() | {
+            "DIM_EXACT": p.dim, "SPLITTERS": self.splitters, "TURNS": 0,
+            "VECTOR": int(p.rows_on_16_bytes and p.dim % 4 == 0 and p.dim_v % 4 == 0),
+            "HUGE_SCORE": f"{products.HUGE.value}f",
+        }  # fmt: skip
 
 
 @dataclass
 class Ready:
     """A compiled kernel with what does not change between calls of one key."""
 
+    measure: Measure
     kernel: nvrtc.Kernel
     grid: int
+    strides: tuple[tuple[int, int, int], ...]  # of q, k, v: batch, head, row
     numbers: tuple[Any, ...]
-    measure: Measure
+    maps: tuple[nvrtc.TensorMaps, nvrtc.TensorMaps]  # of the pairs of k, v
     portable: Plan  # of fp32_forward, for the launches that are its
-    maps: dict[tuple[str, int], bytes] = field(default_factory=dict)
-    counters: dict[int, torch.Tensor] = field(default_factory=dict)  # the scheduler's
+    counters: dict[int, torch.Tensor] = field(default_factory=dict)  # the scheduler's, the splitters'
 
     @classmethod
-    def of(cls, binary: nvrtc.Binary, plan: Plan, out: torch.Tensor) -> Ready:
+    def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands, out: torch.Tensor) -> Ready:
         """Everything the launches of a plan need."""
         p, m = plan.problem, Measure.of(plan.problem, plan.tile)  # type: ignore[arg-type]
+        sms = plan.device.sm_count or 1
         tiles_head = -(-(-(-p.seqlen_q // 64) * p.group) // m.groups)
         tiles = tiles_head * p.heads_kv * p.batch
+        items = 2 * p.batch * p.heads_kv * -(-p.seqlen_kv // m.block_n)
+        first = items if tiles_head < FEW_TILES else min(items, 4 * sms * m.groups)
         section = max(1, (32 << 20) // (4 * p.seqlen_kv * (p.dim + p.dim_v)))  # heads whose keys fit the L2 cache
         plain = p.program.score is None and p.softmax_scale > 0
-        batch, row, head, _ = out.stride()
         factor = p.softmax_scale * launch.LOG2_E if plain else launch.LOG2_E
         noise = abs(p.softmax_scale) * launch.LOG2_E * products.NOISE.value * p.dim**0.5 / products.RESOLVED.value
         numbers = (
-            batch, head, row, p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, tiles_head, tiles, section,
+            *launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, tiles_head, tiles, section, first,
             factor, p.softmax_scale, noise,
         )  # fmt: skip
         kernel = nvrtc.Kernel(
             binary, "hopper_fp32", SIGNATURE + expressions.signature(p.program), 128 * (m.groups + 1), m.shared_bytes
         )
-        portable = replace(plan, kernel=fp32_forward.SPEC, tile=Tile(64, 64, 4, 1), cache={})
-        return cls(kernel, min(tiles, plan.device.sm_count or 1), numbers, m, portable)
-
-    def start(self, x: Operands, results: Results, pairs: dict[str, Any]) -> None:
-        """The launch on pairs."""
-        work = hopper_forward.stream_zeros(self.counters, 4, x.q.device)
-        maps = (self.map(name, pair.data) for name, pair in pairs.items())
-        units = (pair.units.data_ptr() for pair in pairs.values())
-        self.kernel.launch(
-            self.grid,
-            (
-                *maps, *units,
-                results.out.data_ptr(), results.lse.data_ptr(), 0 if x.sinks is None else x.sinks.data_ptr(),
-                work.data_ptr(), results.bad.data_ptr(), *self.numbers,
-                *expressions.arguments(x.aux, self.measure.p.program),
-            ),
+        return cls(
+            m, kernel, min(sms, max(tiles, items)), tuple(launch.strides(t) for t in (x.q, x.k, x.v)), numbers,
+            (_maps(m, p.dim, m.widths[0]), _maps(m, p.dim_v, m.widths[2])),
+            replace(plan, kernel=fp32_forward.SPEC, tile=Tile(64, 64, 4, 1), cache={}),
         )  # fmt: skip
 
-    def map(self, name: str, data: torch.Tensor) -> bytes:
-        """The tensor map of pairs, (b, s, h, 2 * pitch), as (columns, s, h, b, 2)."""
-        address = data.data_ptr()
-        found = self.maps.get((name, address))
-        if found is None:
-            if len(self.maps) > 4096:
-                self.maps.clear()
-            b, s, h, columns = data.shape
-            width, rows = self.measure.widths[name == "v"], 64 if name == "q" else self.measure.block_n
-            strides = (*(2 * data.stride(i) if data.shape[i] > 1 else 16 for i in (1, 2, 0)), columns)
-            sizes = (columns // 2, s, h, b, 2)
-            found = nvrtc.tensor_map(address, "float16", sizes, strides, (width, rows, 1, 1, 1), 2 * width)
-            self.maps[name, address] = found
-        return found
+    def start(self, x: Operands, results: Results) -> None:
+        """The launch on pairs."""
+        p, device, (at_q, at_k, at_v) = self.measure.p, x.q.device, self.strides
+        heads, tiles = p.batch * p.heads_kv, -(-p.seqlen_kv // self.measure.block_n)
+        k, v = (
+            torch.empty(heads * p.seqlen_kv * 2 * split.pitch(d), dtype=torch.float16, device=device)
+            for d in (p.dim, p.dim_v)
+        )
+        units = torch.zeros(heads * tiles, dtype=torch.int64, device=device)
+        work = hopper_forward.stream_zeros(self.counters, 4, device)
+        self.kernel.launch(self.grid, (
+            self.maps[0][k.data_ptr()], self.maps[1][v.data_ptr()],
+            x.q.data_ptr(), *at_q, x.k.data_ptr(), *at_k, x.v.data_ptr(), *at_v,
+            k.data_ptr(), v.data_ptr(), units.data_ptr(), results.out.data_ptr(), results.lse.data_ptr(),
+            0 if x.sinks is None else x.sinks.data_ptr(), work.data_ptr(), results.bad.data_ptr(), *self.numbers,
+            *expressions.arguments(x.aux, p.program),
+        ))  # fmt: skip
+
+
+def _maps(m: Measure, dim: int, width: int) -> nvrtc.TensorMaps:
+    """Maps of pairs, (b, h, s, 2 * pitch), as (columns, s, h, b, 2), for copies of `width` columns of a key tile."""
+    p, row = m.p, 4 * split.pitch(dim)
+    sizes = (row // 4, p.seqlen_kv, p.heads_kv, p.batch, 2)
+    strides = (row, row * p.seqlen_kv, row * p.seqlen_kv * p.heads_kv, row // 2)
+    return nvrtc.TensorMaps("float16", sizes, strides, ((width, m.block_n, 1, 1, 1), 2 * width))
 
 
 SPEC = HopperFp32()

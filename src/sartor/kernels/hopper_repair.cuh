@@ -1,21 +1,34 @@
-// Tiles that came out non-finite, computed again with care: a masked key is not looked at, so its NaN reaches nothing,
-// while NaN and Inf that a row attends to do what they do in the definition. Plain float32 arithmetic, a warp a row; it
-// mostly finds nothing to do.
+// Rows that came out non-finite, computed again with care: a masked key is not looked at, so its NaN reaches nothing,
+// while NaN and Inf that a row attends to do what they do in the definition. Plain float32 arithmetic. A warp does its own
+// rows again, after all its tiles: it mostly has nothing to do.
 #pragma once
 
 struct Rows { const u16* data; i64 batch, head, row; };  // 16-bit rows that start on 16 bytes, strides in elements
+struct Inputs { Rows q, k, v; };
 
-constexpr int REPAIR_WARPS = 4;
+#if MASK
+
+// What a warp has to do again, 16 rows of a slice each: a chain through the workspace, each place of which holds the last
+// before it, plus 1
+struct Marks {
+  static constexpr int begin = 4;  // after the scheduler's counters
+  int last = 0;
+
+  DEVICE void add(int mark, int* work) {
+    work[begin + mark] = last;  // by every lane
+    last = mark + 1;
+  }
+};
 
 struct Repair {
-  const Rows &q, &k, &v;
+  const Inputs& in;
   const Tensors& t;
   const Shape& n;
   const Aux& x;
   const float scale;
-  const int lane;
+  const int warp, lane;
   float* query;  // this warp's row of q, in shared memory
-  float top, sum, o[DIM_V / 32 + 1][2];  // o[i]: columns 64 * i + 2 * lane and the next
+  float top, sum, o[ceil_div(DIM_V, 64)][2];  // o[i]: columns 64 * i + 2 * lane and the next
 
   // The score of one key; every lane has its own
   DEVICE float dot(const u16* key) const {
@@ -35,8 +48,8 @@ struct Repair {
     for (; attended; attended &= attended - 1) {
       const int i = __ffs(attended) - 1;
       const float w = __shfl_sync(ALL, weight, i);
-      const u16* row = values + i * v.row;
-      UNROLL for (int c = 0; c < DIM_V / 32 + 1; c++)
+      const u16* row = values + i * in.v.row;
+      UNROLL for (int c = 0; c < ceil_div(DIM_V, 64); c++)
         UNROLL for (int e = 0; e < 2; e++) {
           const int column = 64 * c + 2 * lane + e;
           if (column < COLUMNS) o[c][e] = fmaf(w, Half::widen(row[column]), o[c][e]);
@@ -46,29 +59,29 @@ struct Repair {
 
   DEVICE void run(int batch, int head, int row) {
     const int key_head = head / n.group;
-    const u16* from = q.data + batch * q.batch + head * q.head + row * q.row;
+    const u16* from = in.q.data + batch * in.q.batch + head * in.q.head + row * in.q.row;
     __syncwarp();
     for (int c = lane; c < DIM_EXACT; c += 32) query[c] = Half::widen(from[c]);
     __syncwarp();
     const Span span = rows(batch, head, row, x, n);
     const int lo = imax(span.lo, 0), hi = imin(span.hi, n.seqlen_kv);
     top = -MOST, sum = 0.f;
-    UNROLL for (int c = 0; c < DIM_V / 32 + 1; c++) o[c][0] = o[c][1] = 0.f;
+    UNROLL for (int c = 0; c < ceil_div(DIM_V, 64); c++) o[c][0] = o[c][1] = 0.f;
     for (int first = lo; first < hi; first += 32) {
       const int kv = first + lane;
       const bool mine = kv < hi && keep(batch, head, row, kv, x, n);
       float s = -INF;
-      if (mine) s = dot(k.data + batch * k.batch + key_head * k.head + i64(kv) * k.row) * scale;
+      if (mine) s = dot(in.k.data + batch * in.k.batch + key_head * in.k.head + i64(kv) * in.k.row) * scale;
 #if SCORE
       if (mine) s = score(s, batch, head, row, kv, x, n);
 #endif
       float higher = fmaxf(s, top);
       UNROLL for (int step = 16; step; step /= 2) higher = fmaxf(higher, __shfl_xor_sync(ALL, higher, step));
       const float shrink = power2((top - higher) * LOG2_E), weight = mine ? power2((s - higher) * LOG2_E) : 0.f;
-      UNROLL for (int c = 0; c < DIM_V / 32 + 1; c++) o[c][0] *= shrink, o[c][1] *= shrink;
+      UNROLL for (int c = 0; c < ceil_div(DIM_V, 64); c++) o[c][0] *= shrink, o[c][1] *= shrink;
       sum = fmaf(sum, shrink, weight);  // every lane has its share
       top = higher;
-      fold(v.data + batch * v.batch + key_head * v.head + i64(first) * v.row, weight, __ballot_sync(ALL, mine));
+      fold(in.v.data + batch * in.v.batch + key_head * in.v.head + i64(first) * in.v.row, weight, __ballot_sync(ALL, mine));
     }
     UNROLL for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
     store(batch, head, row);
@@ -79,9 +92,9 @@ struct Repair {
     const float highest = fmaxf(top, sink), shrink = power2((top - highest) * LOG2_E);
     const float l = sum * shrink + power2((sink - highest) * LOG2_E), inverse = l == 0.f ? 0.f : shrink / l;
     const int flat = batch * n.heads_kv * n.group + head;
-    if (lane == 0) t.lse[i64(flat) * n.seqlen_q + row] = l == 0.f ? -INF : highest + logarithm2(l) * LN_2;
+    if (lane == 0) global_store(t.lse, i64(flat) * n.seqlen_q + row, l == 0.f ? -INF : highest + logarithm2(l) * LN_2);
     const i64 place = batch * t.out_batch + head * t.out_head + row * t.out_row;
-    UNROLL for (int c = 0; c < DIM_V / 32 + 1; c++)
+    UNROLL for (int c = 0; c < ceil_div(DIM_V, 64); c++)
       UNROLL for (int e = 0; e < 2; e++) {
         const int column = 64 * c + 2 * lane + e;
         if (column >= COLUMNS) continue;
@@ -89,32 +102,18 @@ struct Repair {
         else static_cast<u16*>(t.out)[place + column] = u16(Half::pack(o[c][e] * inverse, 0.f));
       }
   }
+
+  DEVICE void run(const Marks& marks) {
+    static_assert(4 * DIM_EXACT <= 16 * QTile::row_bytes, "a row of q takes the place of the warp's rows");
+    const int tiles = ceil_div(n.seqlen_q, 64), heads = n.heads_kv * n.group;
+    for (int next = marks.last; next;) {
+      const int slice = (next - 1) / 4, first = slice / tiles, head = first % n.group;
+      const Part part = {(tiles - 1 - slice % tiles) * 64, head};
+      next = t.work[Marks::begin + next - 1];
+      for (int row = 16 * warp; row < 16 * warp + 16; row++)
+        if (part.real(row, n)) run(first / heads, first % heads - head + part.head(row), part.query(row));
+    }
+  }
 };
 
-// A block takes every gridDim-th mark: it looks at 128 of them at once, and clears those it repaired.
-extern "C" __global__ void __launch_bounds__(32 * REPAIR_WARPS, 4)
-    hopper_repair(const u16* q, i64 q_batch, i64 q_head, i64 q_row, const u16* k, i64 k_batch, i64 k_head, i64 k_row,
-                  const u16* v, i64 v_batch, i64 v_head, i64 v_row, void* out, float* lse, const float* sinks, int* work,
-                  i64 out_batch, i64 out_head, i64 out_row, int heads_kv, int group, int seqlen_q, int seqlen_kv, int marks,
-                  float scale AUX_PARAMETERS) {
-  __shared__ float queries[REPAIR_WARPS][DIM_EXACT];
-  const Tensors t{nullptr, nullptr, nullptr, out, out_batch, out_head, out_row, lse, sinks, work};
-  const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
-  const Aux x{AUX_VALUES};
-  const Rows qs{q, q_batch, q_head, q_row}, ks{k, k_batch, k_head, k_row}, vs{v, v_batch, v_head, v_row};
-  const int warp = threadIdx.x / 32, tiles = ceil_div(seqlen_q, 64), heads = heads_kv * group;
-  Repair repair{qs, ks, vs, t, n, x, scale, int(threadIdx.x & 31), queries[warp]};
-  for (int first = blockIdx.x; first < marks; first += 128 * gridDim.x) {
-    const int own = first + threadIdx.x * gridDim.x;
-    if (!__syncthreads_or(own < marks && work[MARKS + own])) continue;
-    for (int mark = first; mark < imin(marks, first + 128 * int(gridDim.x)); mark += gridDim.x) {
-      if (work[MARKS + mark] == 0) continue;
-      const int head = mark / tiles, start = (tiles - 1 - mark % tiles) * 64;
-      for (int row = start + warp; row < imin(start + 64, seqlen_q); row += REPAIR_WARPS)
-        repair.run(head / heads, head % heads, row);
-      __syncthreads();
-      if (threadIdx.x == 0) work[MARKS + mark] = 0;
-    }
-    __syncthreads();
-  }
-}
+#endif

@@ -1,16 +1,18 @@
 """From a Program to CUDA C++: the same expressions the reference evaluates, as source text.
 
 The text defines `Aux` (what the mods read), `AUX_PARAMETERS` and `AUX_VALUES` (its way through a kernel's signature),
-and `keep`, `rows`, `score`, each taking (b, h, q, kv, x, n) with x the Aux and n the lengths.
+and `keep`, `rows`, `score`, each taking (b, h, q, kv, x, n) with x the Aux and n the lengths. What is read for every
+pair of query and key may be brought near (`near.cuh`): `Near` holds it for one pair, and is one more argument then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from sartor.mods.core import Program
+from sartor.mods.core import Aux, Program
 from sartor.mods.expr import Expr
 
 TYPES = {
@@ -23,26 +25,62 @@ _CALLS = {
     "/": "divide", "//": "floor_divide", "%": "modulo", "invert": "invert", "abs": "absolute",
     "maximum": "maximum", "minimum": "minimum", "tanh": "tanh_exact", "where": "where",
 }  # fmt: skip
+_SCORE_CALLS = _CALLS | {"/": "ratio"}
 _LIMITS = {"q": "imin(q, n.seqlen_q - 1)", "k": "imin(kv, n.seqlen_kv - 1)"}
 NUMBERS = {"n": ("int", "i"), "f": ("float", "f")}
 
 
-def source(program: Program) -> str:
-    """The generated text; an empty program has an empty Aux."""
+def source(program: Program, near: tuple[int, ...] = ()) -> str:
+    """The generated text; an empty program has an empty Aux. `near` are the aux values that are brought near."""
     fields = [field for i in range(len(program.aux)) for field in _fields(program, i)]
     lines = ["struct Aux {", *(f"  {kind} {name};" for kind, name in fields), "};"]
     lines += ["#define AUX_PARAMETERS " + "".join(f", {kind} {name}" for kind, name in fields)]
     lines += ["#define AUX_VALUES " + ", ".join(name for _, name in fields)]
+    lines += _near(program, near)
     position = "int b, int h, int q"
     rest = "const Aux& x, const Shape& n"
-    if program.keep is not None and program.rows is not None:
-        lines += [f"DEVICE bool keep({position}, int kv, {rest}) {{ return {_text(program.keep, program)}; }}"]
+    for y, own in (("", ()), (", const Near& y", near)):
+        if program.keep is not None:
+            value = _text(program.keep, program, own)
+            lines += [f"DEVICE bool keep({position}, int kv, {rest}{y}) {{ return {value}; }}"]
+        if program.score is not None:
+            value = _text(program.score, program, own, _SCORE_CALLS)
+            lines += [f"DEVICE float score(float s, {position}, int kv, {rest}{y}) {{ return {value}; }}"]
+    if program.rows is not None:
         values = ", ".join(f"int({_text(e, program)})" for e in program.rows)
         lines += [f"DEVICE Span rows({position}, {rest}) {{ return {{{values}}}; }}"]
-    if program.score is not None:
-        value = _text(program.score, program)
-        lines += [f"DEVICE float score(float s, {position}, int kv, {rest}) {{ return {value}; }}"]
     return "\n".join([*lines, ""])
+
+
+def near(program: Program) -> tuple[int, ...]:
+    """The aux values that are tensors read for every pair of query and key, a row's keys side by side."""
+    found = enumerate(program.aux)
+    return tuple(i for i, a in found if "q" in a.pattern.lower() and a.pattern.endswith("K") and size(a) <= 4)
+
+
+def size(spec: Aux) -> int:
+    """Bytes of an element."""
+    dtype: torch.dtype = getattr(torch, spec.dtype.removeprefix("torch."))
+    return dtype.itemsize
+
+
+def _near(program: Program, near: tuple[int, ...]) -> list[str]:
+    """`Near`, its bytes a warp, `bring` for a row of a tile, `look` for two neighbours in it."""
+    bring, look, sizes = [], [], ["0"]
+    for i in near:
+        kind = TYPES[program.aux[i].dtype]
+        tile = f"NearTile<{kind}, BLOCK_N>"
+        row = " + ".join([f"x.a{i}", *_steps(i, program.aux[i].pattern[:-1])])
+        bring += [f"{tile}::bring(to, {row}, first, n.seqlen_kv); to += {tile}::bytes;"]
+        look += [f"{tile}::pair(tile, row, key, y[0].a{i}, y[1].a{i}); tile += {tile}::bytes;"]
+        sizes += [f"{tile}::bytes"]
+    position = "int b, int h, int q, int first, const Aux& x, const Shape& n"
+    return [
+        f"struct Near {{ {' '.join(f'{TYPES[program.aux[i].dtype]} a{i};' for i in near)} }};",
+        f"constexpr int NEAR_BYTES = {' + '.join(sizes)};",
+        f"DEVICE void bring(u32 to, {position}) {{ {' '.join(bring)} }}",
+        f"DEVICE void look(Near (&y)[2], u32 tile, int row, int key) {{ {' '.join(look)} }}",
+    ]
 
 
 def is_interval(program: Program) -> bool:
@@ -89,17 +127,17 @@ def _fields(program: Program, i: int) -> list[tuple[str, str]]:
     return [pointer, *(("i64", f"a{i}_{c}") for c in _strided(spec.pattern))]
 
 
-def _text(e: Expr, program: Program) -> str:
+def _text(e: Expr, program: Program, near: tuple[int, ...] = (), calls: Mapping[str, str] = _CALLS) -> str:
     if e.op == "const":
         value = e.args[0]
         return str(value).lower() if isinstance(value, bool) else _number(value)
     if e.op == "sym":
         return str(e.args[0])
     if e.op == "aux":
-        return _read(e.args[0], program)
-    parts = [_text(a, program) for a in e.args]
-    if e.op in _CALLS:
-        return f"{_CALLS[e.op]}({', '.join(parts)})"
+        return _read(e.args[0], program, near)
+    parts = [_text(a, program, near, calls) for a in e.args]
+    if e.op in calls:
+        return f"{calls[e.op]}({', '.join(parts)})"
     return f"(-{parts[0]})" if e.op == "neg" else f"({parts[0]} {e.op} {parts[1]})"
 
 
@@ -111,16 +149,17 @@ def _number(value: int | float) -> str:
     return f"{'-' if value < 0 else ''}INF" if abs(value) == float("inf") else f"{value!r}f"
 
 
-def _read(i: int, program: Program) -> str:
+def _read(i: int, program: Program, near: tuple[int, ...]) -> str:
     spec = program.aux[i]
     if spec.pattern in NUMBERS:
         return f"x.a{i}"
-    if spec.pattern == "one":
-        place = "0"
-    else:
-        steps = []
-        for c in spec.pattern:
-            position = _LIMITS.get(c.lower(), c.lower())
-            steps.append(f"i64({position}) * x.a{i}_{c}" if c.islower() else position)
-        place = " + ".join(steps)
+    if i in near:
+        return f"{_WIDEN.get(spec.dtype, '')}(y.a{i})"
+    place = "0" if spec.pattern == "one" else " + ".join(_steps(i, spec.pattern))
     return f"{_WIDEN.get(spec.dtype, '')}(x.a{i}[{place}])"
+
+
+def _steps(i: int, pattern: str) -> list[str]:
+    """The offsets of a place in an aux value, dim by dim."""
+    positions = {c: _LIMITS.get(c, c) for c in pattern.lower()}
+    return [f"i64({positions[c.lower()]}) * x.a{i}_{c}" if c.islower() else positions[c.lower()] for c in pattern]

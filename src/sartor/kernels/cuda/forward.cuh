@@ -3,13 +3,16 @@
 // The kernel that includes this has named its tiles, QTile, KTile and VTile, and its measure in macros: DIM_V, COLUMNS
 // (of the output, at most DIM_V), GROUPS (consumer warpgroups), BLOCK_N (keys a tile), STAGES_K, STAGES_V, Q_BUFFERS,
 // ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval has a lower end), SCORE, PRESCALE,
-// SINKS, BALANCED, RAGGED (the last key tile is not full), WIDE (float32 output), BF16.
+// SINKS, BALANCED, RAGGED (the last key tile is not full), TURNS (warpgroups take turns at the tensor cores), WIDE (float32
+// output), BF16.
 #pragma once
 #include "cuda/expressions.cuh"
+#include "cuda/near.cuh"
 #include "cuda/wgmma.cuh"
 
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
+constexpr bool SKIPS = MASK == 1 && GROUPS > 1;  // whether warpgroups pass over key tiles that only others see
 using Half = Half16<BF16>;
 using Part = Slice<ROWS>;
 using Job = Work<GROUPS>;
@@ -18,7 +21,7 @@ struct Tensors {
   const TensorMap *q, *k, *v;
   void* out;         // (batch, heads, seqlen_q, COLUMNS) by strides, in elements
   i64 out_batch, out_head, out_row;
-  float* lse;        // (batch, heads, seqlen_q)
+  float* lse;        // (batch, heads, seqlen_q), or null
   const float* sinks;  // (heads,)
   int* work;         // [next tile, blocks that are done, -, -]
 };
@@ -27,6 +30,7 @@ struct Tensors {
 constexpr int AT_K = Q_BUFFERS * GROUPS * QTile::bytes, AT_V = AT_K + STAGES_K * KTile::bytes;
 constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
 constexpr int AT_JOBS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + 2 + Q_BUFFERS * GROUPS);
+constexpr int AT_NEAR = AT_JOBS + 2 * Job::bytes;  // NEAR_BYTES a consumer warp
 
 struct Rings {
   Ring<STAGES_K> k;
@@ -51,25 +55,27 @@ DEVICE void describe(const Place& at, u32 slot, const Shape& n, const Aux& x) {
   int lo = MASK ? n.seqlen_kv : 0, hi = MASK ? 0 : n.seqlen_kv;
 #pragma unroll 1
   for (int g = 0; g < GROUPS; g++) {
-    int full_lo = 0, full_hi = n.seqlen_kv;
+    int full_lo = 0, full_hi = n.seqlen_kv, own_hi = MASK ? 0 : n.seqlen_kv;
     const Part part = Part::number(at.tile * GROUPS + g, n);
 #if MASK
-#pragma unroll 1
-    for (int row = threadIdx.x & 31; row < 64; row += 32) {
-      if (part.real(row, n)) {
-        const Span s = rows(at.batch, at.head * n.group + part.head(row), part.query(row), x, n);
-        lo = imin(lo, s.lo), hi = imax(hi, s.hi), full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
-      }
+    UNROLL for (int i = 0; i < 2; i++) {  // rows past the end count as the last: what all read is loaded at once
+      const int row = (threadIdx.x & 31) + 32 * i;
+      const int head = imin(part.head(row), n.group - 1), query = imin(part.query(row), n.seqlen_q - 1);
+      const Span s = rows(at.batch, at.head * n.group + head, query, x, n);
+      lo = imin(lo, s.lo), own_hi = imax(own_hi, s.hi);
+      full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
     }
-    full_lo = warp_max(full_lo), full_hi = warp_min(full_hi);
+    full_lo = warp_max(full_lo), full_hi = warp_min(full_hi), own_hi = warp_max(own_hi);
+    hi = imax(hi, own_hi);
 #endif
     if (lead) {
       shared_store(slot + Job::first_query(g), part.first_query), shared_store(slot + Job::first_head(g), part.first_head);
       shared_store(slot + Job::full_begin(g), ceil_div(full_lo, BLOCK_N));
       shared_store(slot + Job::full_end(g), imax(full_hi, 0) / BLOCK_N);
+      shared_store(slot + Job::own_end(g), ceil_div(own_hi, BLOCK_N));
     }
   }
-  if (MASK) lo = warp_min(lo), hi = warp_max(hi);
+  if (MASK) lo = warp_min(lo);
   hi = imin(imax(hi, 0), n.seqlen_kv), lo = imin(imax(lo, 0), hi);
   const int begin = lo / BLOCK_N, end = imax(ceil_div(hi, BLOCK_N), begin + 1);  // at least one, if all of it is masked
   if (lead) {
@@ -100,8 +106,9 @@ DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x) {
   }
 }
 
-// ---- the loader: one thread that orders tiles into shared memory as room comes free
-DEVICE void load(u32 base, const Tensors& t, const Shape& n) {
+// ---- the loader: one thread that orders tiles into shared memory as room comes free. QUERIES: whether they too are its;
+// `await` returns when the keys and values of a tile are there, for a stage.
+template <bool QUERIES, class Await> DEVICE void load(u32 base, const Tensors& t, const Shape& n, Await await) {
   Rings rings(base, 0);
 #pragma unroll 1
   while (true) {
@@ -111,19 +118,20 @@ DEVICE void load(u32 base, const Tensors& t, const Shape& n) {
     const int begin = shared_load(slot + Job::begin);
     if (batch < 0) return;
 #pragma unroll 1
-    for (int j = shared_load(slot + Job::end) - 1, g = 0; j >= begin; j--) {
+    for (int j = shared_load(slot + Job::end) - 1, g = QUERIES ? 0 : GROUPS; j >= begin; j--) {
       rings.k.await_empty();
-      KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, t.k, rings.k.full(), j * BLOCK_N, head, batch);
+      await(rings.k.stage(), j, head, batch);
+      KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, t.k, rings.k.full(), OFTEN, j * BLOCK_N, head, batch);
       rings.k.next();
 #pragma unroll 1
       for (; g < GROUPS; g++) {  // queries come after the first keys, whose place is free sooner
         const u32 skip = 16 * Q_BUFFERS * g;  // the rings of all groups turn together
         barrier_wait(rings.q.empty() + skip, rings.q.parity() ^ 1);
-        QTile::load(base + (g * Q_BUFFERS + rings.q.stage()) * QTile::bytes, t.q, rings.q.full() + skip,
+        QTile::load(base + (g * Q_BUFFERS + rings.q.stage()) * QTile::bytes, t.q, rings.q.full() + skip, ONCE,
                     shared_load(slot + Job::first_query(g)), head * n.group + shared_load(slot + Job::first_head(g)), batch);
       }
       rings.v.await_empty();
-      VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, t.v, rings.v.full(), j * BLOCK_N, head, batch);
+      VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, t.v, rings.v.full(), OFTEN, j * BLOCK_N, head, batch);
       rings.v.next();
     }
     barrier_arrive(rings.jobs.empty());
@@ -138,14 +146,14 @@ struct Worker {
   const Shape& n;
   const Aux& x;
   const u32 base;
-  const int group, lane, row;  // row: the first of this thread's two in its slice
+  const int group, warp, lane, row;  // warp: of the group's four; row: the first of this thread's two in its slice
   Rings rings;
-  int batch, head, j, begin, full_begin, full_end;  // this query tile
+  int batch, head, j, begin, full_begin, full_end, skipped;  // this query tile
   Part part;
 
   DEVICE Worker(const Tensors& t, const Shape& n, const Aux& x, u32 base, int group)
-      : t(t), n(n), x(x), base(base), group(group), lane(threadIdx.x & 31),
-        row(((threadIdx.x & 127) >> 5) * 16 + (lane >> 2)), rings(base, group) {}
+      : t(t), n(n), x(x), base(base), group(group), warp(threadIdx.x >> 5 & 3), lane(threadIdx.x & 31),
+        row(warp * 16 + (lane >> 2)), rings(base, group) {}
 
   DEVICE void release(u32 bar) const {
     if (lane == 0) barrier_arrive(bar);
@@ -161,6 +169,7 @@ struct Worker {
     if (first < 0) return false;
     batch = first, head = read(Job::head), part = {read(Job::first_query(group)), read(Job::first_head(group))};
     begin = read(Job::begin), j = read(Job::end) - 1;
+    skipped = SKIPS ? imin(j - begin, imax(j + 1 - read(Job::own_end(group)), 0)) : 0;
     full_begin = read(Job::full_begin(group)), full_end = read(Job::full_end(group));
     __syncwarp();
     release(rings.jobs.empty());
@@ -168,19 +177,48 @@ struct Worker {
     return true;
   }
 
+  // Warpgroups take turns at the tensor cores: one a key tile, used or not
+  DEVICE void await_turn() const {
+    if (TURNS) group_sync(8 + group, 256);
+  }
+  DEVICE void pass_turn() const {
+    if (TURNS) group_arrive(8 + (group + 1) % GROUPS, 256);
+  }
+  DEVICE void skip() {
+#pragma unroll 1
+    for (; skipped; skipped--, j--) {
+      await_turn(), pass_turn();
+      rings.k.await_full(), done_k();
+      rings.v.await_full(), done_v();
+    }
+  }
+
   DEVICE u32 q_tile() const { return base + (group * Q_BUFFERS + rings.q.stage()) * QTile::bytes; }
+
+  // ---- what the mods read for every pair: of the next tile, copied while this one is worked on
+  DEVICE u32 near() const { return base + AT_NEAR + (4 * group + warp) * NEAR_BYTES; }
+  DEVICE int query_head(int row) const { return head * n.group + imin(part.head(row), n.group - 1); }
+  DEVICE void bring_near(int tile) const {
+    if (NEAR_BYTES == 0 || tile < begin) return;
+    const int own = warp * 16 + (lane >> 1);
+    __syncwarp();
+    bring(near(), batch, query_head(own), part.query(own), tile * BLOCK_N, x, n);
+  }
 
   // The mask where it is no interval: a loop makes bits of it, 2 * i + e for key 8 * i + e, in few registers
 #if MASK == 2
   DEVICE void look_at_every_key(float (&s)[BLOCK_N / 2], int first, const int (&heads)[2], const int (&query)[2]) const {
     u64 kept[2] = {0, 0};
-#pragma unroll 2
+#pragma unroll 1
     for (int i = BLOCK_N / 8 - 1; i >= 0; i--)
-      UNROLL for (int r = 0; r < 2; r++)
+      UNROLL for (int r = 0; r < 2; r++) {
+        Near y[2];
+        look(y, near(), (lane >> 2) + 8 * r, 8 * i + 2 * (lane & 3));
         UNROLL for (int e = 1; e >= 0; e--) {
           const int kv = first + 8 * i + e;
-          kept[r] = kept[r] << 1 | (keep(batch, heads[r], query[r], kv, x, n) & (kv < n.seqlen_kv));
+          kept[r] = kept[r] << 1 | (keep(batch, heads[r], query[r], kv, x, n, y[e]) & (kv < n.seqlen_kv));
         }
+      }
     UNROLL for (int i = 0; i < BLOCK_N / 2; i++)
       if (!(kept[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) s[i] = -INF;
   }
@@ -191,12 +229,18 @@ struct Worker {
     const int first = j * BLOCK_N + 2 * (lane & 3);
 #if SCORE || MASK
     const int query[2] = {part.query(row), part.query(row + 8)};
-    const int heads[2] = {head * n.group + part.head(row), head * n.group + part.head(row + 8)};
+    const int heads[2] = {query_head(row), query_head(row + 8)};
 #endif
+    if (NEAR_BYTES) await_copies(), __syncwarp();
 #if SCORE
-    UNROLL for (int i = 0; i < BLOCK_N / 2; i++) {
-      const int r = i / 2 % 2, kv = first + i / 4 * 8 + i % 2;
-      s[i] = score(s[i] * scale, batch, heads[r], query[r], kv, x, n);
+    UNROLL for (int i = 0; i < BLOCK_N / 4; i++) {
+      const int r = i % 2;
+      Near y[2];
+      look(y, near(), (lane >> 2) + 8 * r, i / 2 * 8 + 2 * (lane & 3));
+      UNROLL for (int e = 0; e < 2; e++) {
+        float& to = s[2 * i + e];
+        to = score(to * scale, batch, heads[r], query[r], first + i / 2 * 8 + e, x, n, y[e]);
+      }
     }
 #elif PRESCALE
     UNROLL for (int i = 0; i < BLOCK_N / 2; i++) s[i] *= scale;
@@ -224,8 +268,8 @@ struct Worker {
   // What is left of a finished query tile: its place, its normalisers
   struct Finished {
     float inverse[2];
-    i64 place[2];
-    int mark[2];
+    i64 place;
+    int mark;  // the number of its slice: of 64 queries of a head, its last ones first
     bool real[2];
   };
   template <class Softmax> DEVICE Finished finish(Softmax& softmax, float factor) const {
@@ -236,21 +280,26 @@ struct Worker {
       const int query = part.query(row + 8 * r), in_batch = head * n.group + part.head(row + 8 * r);
       const int flat = batch * n.heads_kv * n.group + in_batch;
       f.real[r] = part.real(row + 8 * r, n);
-      f.place[r] = batch * t.out_batch + in_batch * t.out_head + query * t.out_row;
       place[r] = i64(flat) * n.seqlen_q + query;
-      f.mark[r] = (flat + 1) * ceil_div(n.seqlen_q, 64) - 1 - query / 64;  // a head's last 64 queries first
+      if (r == 0) {
+        const int first = flat - part.head(row) + part.first_head;
+        f.place = batch * t.out_batch + in_batch * t.out_head + query * t.out_row;
+        f.mark = (first + 1) * ceil_div(n.seqlen_q, 64) - 1 - part.first_query / 64;
+      }
       if (SINKS && f.real[r]) sink[r] = t.sinks[in_batch];
     }
     softmax.finish(factor, sink, f.inverse, lse);
     UNROLL for (int r = 0; r < 2; r++)
-      if (f.real[r] && (lane & 3) == 0) t.lse[place[r]] = lse[r];
+      if (t.lse && f.real[r] && (lane & 3) == 0) t.lse[place[r]] = lse[r];
     return f;
   }
 
+  // from a thread's first row to its second, eight on
+  DEVICE i64 half_slice() const { return ROWS >= 16 ? 8 * t.out_row : 8 / ROWS * t.out_head; }
   DEVICE void store_row(const float (&o)[DIM_V / 2], int r, const Finished& f) const {
     const int quarter = lane & 3;
 #if WIDE
-    float* to = static_cast<float*>(t.out) + f.place[r];
+    float* to = static_cast<float*>(t.out) + f.place + r * half_slice();
     UNROLL for (int i = 0; i < ceil_div(COLUMNS, 8); i++) {
       const int column = 8 * i + 2 * quarter;
       const float2 both = make_float2(o[4 * i + 2 * r], o[4 * i + 2 * r + 1]);
@@ -263,7 +312,7 @@ struct Worker {
     }
 #else
     constexpr int WHOLE = COLUMNS % 8 ? 0 : COLUMNS / 32;
-    u16* to = static_cast<u16*>(t.out) + f.place[r];
+    u16* to = static_cast<u16*>(t.out) + f.place + r * half_slice();
     UNROLL for (int i = 0; i < WHOLE; i++) {  // four threads turn 4x4 words: 16 bytes each
       u32 a[4];
       UNROLL for (int b = 0; b < 4; b++) a[b] = Half::pack(o[16 * i + 4 * b + 2 * r], o[16 * i + 4 * b + 2 * r + 1]);

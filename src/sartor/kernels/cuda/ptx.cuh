@@ -84,11 +84,37 @@ template <int N> DEVICE void pin(u32 (&x)[N]) {
   UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
 
+template <class T> DEVICE T opaque(T x) {  // what is made of it is made anew each time, not kept in registers
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---- shared memory
 DEVICE void shared_store(u32 address, int x) { asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 DEVICE int shared_load(u32 address) {
   int x;
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+DEVICE u32 shared_load_short(u32 address) {
+  u16 x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
+}
+DEVICE void shared_load_pair(u32& a, u32& b, u32 address) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(address) : "memory");
+}
+DEVICE void copy_16_bytes(u32 to, const void* from, int bytes) {  // `bytes` of them, then zeros; this thread's to wait for
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+DEVICE void copy_4_bytes(u32 to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+DEVICE float4 shared_load_four(u32 address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
   return x;
 }
 DEVICE void load_matrix(u32 (&x)[4], u32 address) {
@@ -102,11 +128,37 @@ DEVICE float global_load(const float* p) {
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p));
   return x;
 }
+DEVICE float2 global_load_pair(const float* p) {
+  float2 x;
+  asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(p));
+  return x;
+}
+
+// ---- between blocks: a word whose bits say that what was written before they were set is there; and what makes threads'
+// writes visible to the copy engine and to wgmma
+DEVICE u64 global_acquire(const u64* p) {
+  u64 x;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+  return x;
+}
+DEVICE void global_set(u64* p, u64 bits) {
+  asm volatile("red.release.gpu.global.or.b64 [%0], %1;" ::"l"(p), "l"(bits) : "memory");
+}
+DEVICE void global_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void global_store(float* base, i64 at, float x) {  // if there is a base; a branch of C++ cost registers here
+  asm volatile("{.reg .pred p; setp.ne.u64 p, %0, 0; @p st.global.f32 [%1], %2;}" ::"l"(base), "l"(base + at), "f"(x) : "memory");
+}
 
 // ---- arithmetic
 DEVICE float power2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 DEVICE float logarithm2(float x) {

@@ -20,13 +20,15 @@ template <int ROWS> struct Slice {
 };
 
 // What everybody is told of a tile, in shared memory, by byte offsets: its place (batch -1: there is no more), its keys in
-// key tiles [begin, end), and for slice g where it is and which key tiles, [full_begin, full_end), need no mask in it
+// key tiles [begin, end), and for slice g where it is, which key tiles, [full_begin, full_end), need no mask in it, and
+// own_end, from which on it sees nothing
 template <int GROUPS> struct Work {
-  static constexpr int batch = 0, head = 4, begin = 8, end = 12, bytes = 16 + 16 * GROUPS;
-  static DEVICE int first_query(int g) { return 16 + 16 * g; }
-  static DEVICE int first_head(int g) { return 20 + 16 * g; }
-  static DEVICE int full_begin(int g) { return 24 + 16 * g; }
-  static DEVICE int full_end(int g) { return 28 + 16 * g; }
+  static constexpr int batch = 0, head = 4, begin = 8, end = 12, bytes = 16 + 32 * GROUPS;
+  static DEVICE int first_query(int g) { return 16 + 32 * g; }
+  static DEVICE int first_head(int g) { return 20 + 32 * g; }
+  static DEVICE int full_begin(int g) { return 24 + 32 * g; }
+  static DEVICE int full_end(int g) { return 28 + 32 * g; }
+  static DEVICE int own_end(int g) { return 32 + 32 * g; }
 };
 
 // Where tile number `number` lies. BALANCED takes the longest first over a section of heads whose keys fit the L2 cache;

@@ -30,16 +30,17 @@ template <int N, bool BF16> struct Softmax {
   // have not.
   static constexpr float margin = BF16 ? 30.f : 4.f, limit = BF16 ? 1.0995116e12f : 32768.f;
   static constexpr float steep = 2048.f;  // references beyond this are too coarse to be subtracted after scaling
-  // A key whose weight is this many times all that came before leaves its row no other: its own weight has to be exact,
-  // a power of two, as it is after a correction. Below, rounding the normalised weights would cost as much.
+  // A key whose weight is this many times all others of its row leaves it no other: its own weight has to be exact, a
+  // power of two, as it is after a correction. Below, rounding the normalised weights would cost as much.
   static constexpr float dominant = BF16 ? 512.f : 4096.f;
 
-  float top[2], sum[2], bound[2];  // bound: of what a thread's weights of one tile may add up to
+  float top[2], sum[2], bound[2];  // bound: `dominant` times what other threads had when the reference was fixed
 
   DEVICE float reference(int r, float factor) const { return fmaf(top[r], factor, margin); }
   DEVICE float allowed(int r, float factor) const {
     const float all = quad_sum(sum[r]);  // by every thread: a shuffle in a branch costs the compiler its uniform registers
-    return fabsf(reference(r, factor)) > steep ? -1.f : fminf(limit, dominant * all);
+    const bool exact = (all > 0.f) & (fabsf(reference(r, factor)) > steep);  // no branch
+    return exact ? -INF : dominant * (all - sum[r]);
   }
 
   DEVICE void start(float (&s)[N / 2], float factor) {
@@ -48,6 +49,8 @@ template <int N, bool BF16> struct Softmax {
       UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e] - top[e / 2], factor, -margin));
       UNROLL for (int r = 0; r < 2; r++) sum[r] += s[4 * i + 2 * r] + s[4 * i + 2 * r + 1];
     }
+  }
+  DEVICE void settle(float factor) {  // what start leaves to do, before the next tile
     UNROLL for (int r = 0; r < 2; r++) bound[r] = allowed(r, factor);
   }
 
@@ -64,7 +67,7 @@ template <int N, bool BF16> struct Softmax {
     UNROLL for (int r = 0; r < 2; r++) {
       added[r] += other[r];
       guess.before[r] = sum[r];
-      guess.wrong[r] = !(added[r] <= bound[r]);
+      guess.wrong[r] = !(added[r] <= fminf(limit, fmaf(dominant, sum[r], bound[r])));
       sum[r] += added[r];
     }
     return guess;

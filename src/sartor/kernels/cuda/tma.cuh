@@ -3,46 +3,59 @@
 #include "cuda/ptx.cuh"
 
 struct __align__(64) TensorMap { u64 opaque[16]; };
+struct TwoMaps { TensorMap at[2]; };  // of chunks, and of a narrower last one
 
-DEVICE void tma_load(u32 to, const TensorMap* map, u32 bar, int column, int row, int head, int batch) {
+// What L2 is told of a tile: read once, or by many (as createpolicy encodes evict_first and evict_last)
+constexpr u64 ONCE = 0x12f0000000000000, OFTEN = 0x14f0000000000000;
+
+DEVICE void tma_load(u32 to, const TensorMap* map, u32 bar, u64 keep, int column, int row, int head, int batch) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(to),
-      "l"(map), "r"(bar), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%4,%5,%6,%7}], [%2], %3;" ::"r"(to), "l"(map), "r"(bar), "l"(keep), "r"(column), "r"(row), "r"(head),
+      "r"(batch) : "memory");
 }
 
 // A tile of ROWS rows lies in shared memory as chunks of WIDTH columns (16-bit elements), each ROWS x WIDTH with the
 // swizzle of its row length: 64 columns 128 bytes, 32 columns 64 bytes, 16 columns 32 bytes. Columns beyond the tensor's
-// are zeros, so a head dim needs no padding in memory.
-template <int COLUMNS, int ROWS, int WIDTH> struct Staged {
-  static constexpr int chunks = (COLUMNS + WIDTH - 1) / WIDTH;
-  static constexpr int row_bytes = 2 * WIDTH, chunk_bytes = ROWS * row_bytes, bytes = chunks * chunk_bytes;
+// are zeros, so a head dim needs no padding in memory. LAST is the width of a narrower last chunk, which has a map of its
+// own beside the first; 0 where there is none.
+template <int COLUMNS, int ROWS, int WIDTH, int LAST = 0> struct Staged {
+  using Last = Staged<LAST ? LAST : 16, ROWS, LAST ? LAST : 16>;
+  static constexpr int chunks = LAST ? COLUMNS / WIDTH : (COLUMNS + WIDTH - 1) / WIDTH;
+  static constexpr int row_bytes = 2 * WIDTH, chunk_bytes = ROWS * row_bytes, wide_bytes = chunks * chunk_bytes;
+  static constexpr int copied_bytes = wide_bytes + 2 * LAST * ROWS, bytes = LAST ? (copied_bytes + 1023) & ~1023 : wide_bytes;
   static constexpr u64 layout = WIDTH == 64 ? 1 : WIDTH == 32 ? 2 : 3;  // as a wgmma descriptor says it
 
-  static DEVICE void load(u32 to, const TensorMap* map, u32 bar, int row, int head, int batch) {
-    barrier_expect(bar, bytes);
-    UNROLL for (int c = 0; c < chunks; c++) tma_load(to + c * chunk_bytes, map, bar, c * WIDTH, row, head, batch);
+  static DEVICE void load(u32 to, const TensorMap* map, u32 bar, u64 keep, int row, int head, int batch) {
+    barrier_expect(bar, copied_bytes);
+    UNROLL for (int c = 0; c < chunks; c++) tma_load(to + c * chunk_bytes, map, bar, keep, c * WIDTH, row, head, batch);
+    if (LAST) tma_load(to + wide_bytes, map + 1, bar, keep, chunks * WIDTH, row, head, batch);
   }
-  // byte offset of 16-byte piece `piece` of row `row` within its chunk
-  static DEVICE int swizzled(int row, int piece) {
+  // byte offsets of the chunk of the k-th sixteen columns, and in it of the 16 bytes that are half `half` of row `row`
+  static constexpr int per_chunk = WIDTH / 16, wide = chunks * per_chunk;
+  static DEVICE constexpr int chunk(int k) { return LAST && k >= wide ? wide_bytes : k / per_chunk * chunk_bytes; }
+  static DEVICE int swizzled(int row, int k, int half) {
+    if (LAST && k >= wide) return Last::swizzled(row, k - wide, half);
     const int turn = WIDTH == 64 ? row & 7 : WIDTH == 32 ? (row >> 1) & 3 : (row >> 2) & 1;
-    return row * row_bytes + ((piece ^ turn) << 4);
+    return row * row_bytes + (((k % per_chunk * 2 + half) ^ turn) << 4);
   }
 };
 
-DEVICE void tma_load(u32 to, const TensorMap* map, u32 bar, int column, int row, int head, int batch, int part) {
+DEVICE void tma_load(u32 to, const TensorMap* map, u32 bar, u64 keep, int column, int row, int head, int batch, int part) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6,%7}], [%2];" ::"r"(to),
-      "l"(map), "r"(bar), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(part) : "memory");
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%4,%5,%6,%7,%8}], [%2], %3;" ::"r"(to), "l"(map), "r"(bar), "l"(keep), "r"(column), "r"(row), "r"(head),
+      "r"(batch), "r"(part) : "memory");
 }
 
 // A tile of a tensor of pairs (parts/split.py), which is 5-d (columns, rows, heads, batch, 2): its hi, then its lo
 template <class Tile> struct Pair : Tile {
   static constexpr int lo = Tile::bytes, bytes = 2 * Tile::bytes;
 
-  static DEVICE void load(u32 to, const TensorMap* map, u32 bar, int row, int head, int batch) {
+  static DEVICE void load(u32 to, const TensorMap* map, u32 bar, u64 keep, int row, int head, int batch) {
     barrier_expect(bar, bytes);
     UNROLL for (int part = 1; part >= 0; part--)
       UNROLL for (int c = 0; c < Tile::chunks; c++)
-        tma_load(to + part * lo + c * Tile::chunk_bytes, map, bar, c * (Tile::row_bytes / 2), row, head, batch, part);
+        tma_load(to + part * lo + c * Tile::chunk_bytes, map, bar, keep, c * (Tile::row_bytes / 2), row, head, batch, part);
   }
 };

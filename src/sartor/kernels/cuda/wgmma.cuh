@@ -24,3 +24,7 @@ template <class Tile> DEVICE constexpr u32 step_k(int k) {
   constexpr int per_chunk = Tile::row_bytes / 32;
   return (k / per_chunk * Tile::chunk_bytes + k % per_chunk * 32) >> 4;
 }
+template <class Tile> DEVICE u64 sixteen(u32 low, int k) {  // the k-th sixteen columns as an operand
+  if (k < Tile::wide) return descriptor<Tile>(low + step_k<Tile>(k));
+  return descriptor<typename Tile::Last>(low + (Tile::wide_bytes >> 4) + step_k<typename Tile::Last>(k - Tile::wide));
+}
