@@ -56,14 +56,14 @@ def test_mask_classes(options, kind):
 
 
 def test_head_dims_between_sixteens_may_have_rows(monkeypatch):
-    """A row for exactly 72 serves 72 and what is rounded up to it; 80's serves it where the mask has none of 72's."""
+    """A row for exactly 72 serves 72 and what is rounded up to it, another mask's too before one for 80."""
     key = ("triton_forward", 16)
     found = {
         (*key, 72, 72, "band"): [table.Row(512, SHORT, "72")],
         (*key, 80, 80, "full"): [table.Row(512, MIDDLE, "80")],
     }
     monkeypatch.setattr(table, "rows", lambda arch: found)
-    for dim, causal, source in ((72, True, "72"), (65, True, "72"), (72, False, "80"), (80, True, "80")):
+    for dim, causal, source in ((72, True, "72"), (65, True, "72"), (72, False, "72"), (80, True, "80")):
         q = torch.empty((1, 512, 2, dim), dtype=torch.bfloat16, device="meta")
         p = Problem.of(Call(q, q, q, causal=causal))
         assert table.lookup(kernels.load("triton_forward"), p, DEVICE)[1] == source

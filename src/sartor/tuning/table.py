@@ -59,9 +59,9 @@ def _never(p: Problem, dev: Device, tile: Tile) -> bool:
 def find(spec: KernelSpec, p: Problem, dev: Device) -> Row | None:
     """The row of a problem, if there is one whose tile is legal."""
     legal, mask = list(spec.tiles(p, dev)), mask_class(p)
-    masks = dict.fromkeys((mask, "full" if mask in ("full", "band") else "band"))
+    masks = dict.fromkeys((mask, "full" if mask == "band" else "band"))
     dims = dict.fromkeys((bucket(p.dim, step), bucket(p.dim_v, step)) for step in (8, 16))
-    for kind, widths in product(masks, dims):
+    for widths, kind in product(dims, masks):
         for row in rows(dev.arch).get((spec.name, p.dtype.itemsize * 8, *widths, kind), []):
             if p.seqlen_kv <= row.keys and (row.tile in legal or getattr(spec, "fits", _never)(p, dev, row.tile)):
                 return row
