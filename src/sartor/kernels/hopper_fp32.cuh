@@ -133,7 +133,7 @@ struct Consumer : Worker {
       float2(&piece)[4] = x[HOLD ? k : 0];
       if (!HOLD) fetch(piece, k, mine);
       UNROLL for (int i = 0; i < 4; i++) {
-        const u32 to = q_tile() + QTile::swizzled(mine + i % 2 * 8, k, i / 2) + 4 * (lane & 3);
+        const u32 to = q_tile() + QTile::chunk(k) + QTile::swizzled(mine + i % 2 * 8, k, i / 2) + 4 * (lane & 3);
         u32 high, low;
         split(piece[i].x * up, piece[i].y * up, high, low);
         shared_store(to, high), shared_store(to + QTile::lo, low);
