@@ -184,11 +184,16 @@ def _panel(axis: Any, group: list[Record], records: list[Record]) -> None:
         r.provider: (r.tflops, plots.COLOURS.get(r.provider, "#333333")) for r in group if not _number(r)
     }
     lines["matrix product"] = (_ceiling(group[0].dtype, records)[0], "#555555")
-    for name, (rate, colour) in lines.items():
-        if rate:
-            axis.axhline(rate, color=colour, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
-            axis.annotate(f"{name} {number(rate)}", (-0.45, rate), xytext=(0, 2), textcoords="offset points",
-                          fontsize=7.5, color=colour)  # fmt: skip
+    drawn = [(rate, name, colour) for name, (rate, colour) in lines.items() if rate]
+    above = float("inf")
+    for rate, name, colour in sorted(drawn, reverse=True):
+        axis.axhline(rate, color=colour, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
+        # clear of the first point, and of the name of a line close above
+        side, end = ("right", len(steps) - 0.55) if 0.8 < rate / y[0] < 1.25 else ("left", -0.45)
+        up, lift = ("top", -2) if rate > 0.85 * above else ("bottom", 2)
+        axis.annotate(f"{name} {number(rate)}", (end, rate), xytext=(0, lift), textcoords="offset points", ha=side,
+                      va=up, fontsize=7.5, color=colour)  # fmt: skip
+        above = rate
     axis.set_yscale("log")
     axis.set_xlim(-0.5, len(steps) - 0.5)
     axis.set_xticks(x, [_number(r) for r in steps])

@@ -100,6 +100,15 @@ def _curves(
     return [save(figure, folder, f"{records[-1].suite}-{name}", records)]
 
 
+def _label_rates(axis: Any) -> None:
+    """Figures at the powers of ten of a log axis, and between them where it spans few."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 50 * low else (1,)))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
 def _curve_panel(axis: Any, records: list[Record], key: str, slopes: tuple[int, ...]) -> None:
     seen = _providers(records)
     ends: list[tuple[float, float, str]] = []
@@ -117,7 +126,7 @@ def _curve_panel(axis: Any, records: list[Record], key: str, slopes: tuple[int, 
     lengths = sorted({r.seqlen_kv for r in records})
     axis.set_xticks(lengths, [_length(n) for n in lengths])
     axis.minorticks_off()
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _label_rates(axis)
     _label_ends(axis, ends, seen, lengths)
     _guides(axis, slopes, lengths)
 
