@@ -199,6 +199,8 @@ def _now() -> str:
 
 @cache
 def _git() -> tuple[str, bool | None]:
+    if "SARTOR_COMMIT" in os.environ:  # a copy without its history, or with an older one, may be told
+        return os.environ["SARTOR_COMMIT"], None
     root = checkout()
 
     def git(*args: str) -> str:
@@ -207,8 +209,8 @@ def _git() -> tuple[str, bool | None]:
 
     try:
         return (git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", "src"))) if root else ("", None)
-    except (OSError, subprocess.SubprocessError):  # a copy without its history may be told
-        return os.environ.get("SARTOR_COMMIT", ""), None
+    except (OSError, subprocess.SubprocessError):
+        return "", None
 
 
 def _triton_version() -> str:
