@@ -1,0 +1,54 @@
+"""What the CUDA kernels are told of masks and scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sartor import mods
+from sartor.kernels.cuda import expressions
+from sartor.problem import Call, Problem
+
+
+def table(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def program(**options):
+    q, k = table(1, 64, 4, 32), table(1, 96, 4, 32)
+    return Problem.of(Call(q, k, k, **options)).program
+
+
+@pytest.mark.parametrize(
+    ("options", "near"),
+    [
+        ({"bias": table(4, 64, 96, dtype=torch.bfloat16)}, (0,)),
+        ({"mask": table(64, 96, dtype=torch.bool), "bias": table(64, 96)}, (0, 1)),
+        ({"mask": table(1, 96, dtype=torch.bool)}, ()),  # one row of keys for all queries
+        ({"bias": table(64, 1)}, ()),  # one column
+        ({"bias": table(96, 64).T}, ()),  # keys lie apart
+        ({"bias": table(64, 96, dtype=torch.float64)}, ()),  # too wide
+        ({"causal": True, "softcap": 30.0}, ()),
+    ],
+)
+def test_what_is_read_for_every_pair_is_brought_near(options, near):
+    assert expressions.near(program(**options)) == near
+
+
+def test_near_values_are_read_from_their_argument():
+    """`keep` and `score` come twice: for who has a Near, and for who reads in place."""
+    found = program(mask=table(64, 96, dtype=torch.bool), bias=table(64, 96))
+    lines = expressions.source(found, expressions.near(found)).splitlines()
+    for name, i in (("DEVICE bool keep", 0), ("DEVICE float score", 1)):
+        in_place, near = (line for line in lines if line.startswith(name))
+        assert f"x.a{i}[" in in_place
+        assert "Near& y" not in in_place
+        assert f"y.a{i}" in near
+        assert f"x.a{i}[" not in near
+
+
+def test_scores_divide_without_a_branch_and_masks_exactly():
+    mask = mods.Mask(lambda b, h, q, kv, aux: q / 2 > kv)
+    text = expressions.source(program(softcap=30.0, mask=mask))
+    assert "ratio(s, x.a0)" in text
+    assert "divide(q, 2)" in text
