@@ -40,7 +40,10 @@ class Prepared:
             q, k, v, layout = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), "bshd"
         if self.problem.copies:
             q, k, v = (t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v))
-        return Operands(q, k, v, call.sinks, aux_values(call, self.template), layout, lse)
+        sinks = call.sinks
+        if sinks is not None:  # as lse is: kernels read them by their address
+            sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+        return Operands(q, k, v, sinks, aux_values(call, self.template), layout, lse)
 
     def backward_plan(self) -> Plan:
         """Chosen at the first backward."""

@@ -72,6 +72,22 @@ def test_kernel_by_its_own_name():
     assert found["fp32"] == ("fp32_forward" if nvrtc.missing() else "hopper_fp32")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", ["blocked", "reference"])
+def test_sinks_of_any_dtype_and_stride(dtype, kernel):
+    """Kernels get them dense and in lse's dtype; their gradient comes back in their own."""
+    q, k, v = inputs()
+    sinks = torch.randn(4, 2).to(dtype)[:, 0].requires_grad_()
+    plain = sinks.detach().float().contiguous().requires_grad_()
+    call = Call(q, k, v, sinks=sinks)
+    found = ops.prepare(call).operands(call).sinks
+    assert (found.dtype, found.stride()) == (torch.float32, (1,))
+    out, same = (sartor.attention(q, k, v, sinks=s, kernel=kernel) for s in (sinks, plain))
+    assert torch.equal(out, same)
+    (d,), (d_plain,) = (torch.autograd.grad(o.sum(), s) for o, s in ((out, sinks), (same, plain)))
+    assert torch.equal(d, d_plain.to(dtype))
+
+
 def test_explain_for_another_device():
     q, k, v = (t.to("meta") for t in inputs(dtype=torch.bfloat16))
     assert "NVIDIA H200" in str(sartor.explain(q, k, v, device=ARCHITECTURES[90]))

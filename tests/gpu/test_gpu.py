@@ -147,6 +147,14 @@ def test_features(name):
     verify(*inputs(), through_lse=True, **FEATURES[name]())
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_sinks_of_any_dtype_and_stride(dtype):
+    q, k, v = inputs()
+    sinks = normal(4, 2, dtype=dtype)[:, 0]
+    plain = sinks.float().contiguous()
+    assert equal(forward_and_gradients(q, k, v, sinks=sinks), forward_and_gradients(q, k, v, sinks=plain))
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize(("sq", "skv", "d"), [(130, 208, 64), (200, 144, 128), (5, 272, 64)])
 def test_tensors_whose_rows_start_on_16_bytes(sq, skv, d, dtype):

@@ -20,7 +20,7 @@ class Operands:
     q: torch.Tensor  # (b, sq, hq, d)
     k: torch.Tensor  # (b, skv, hkv, d)
     v: torch.Tensor  # (b, skv, hkv, dv)
-    sinks: torch.Tensor | None = None  # (hq,)
+    sinks: torch.Tensor | None = None  # (hq,), dense, in lse's dtype
     aux: tuple[int | float | torch.Tensor, ...] = ()  # numbers, and tensors broadcastable to (b, hq, sq, skv)
     layout: str = "bshd"
     lse: bool = True  # whether it is wanted; a kernel may return None for one that is not
