@@ -99,7 +99,7 @@ def bench(
     mask: Annotated[str, typer.Option(help="ad hoc: full,causal,window1024, ...")] = "",
     causal: Annotated[str, typer.Option(help="ad hoc: yes, no or both; short for --mask")] = "",
     rounds: int = 10,
-    round_ms: Annotated[float, typer.Option(help="time of a round, all providers together")] = 40.0,
+    turn_ms: Annotated[float | None, typer.Option(help="a provider's turn; by default 40 on a GPU, 5 on a CPU")] = None,
     max_seconds: Annotated[float, typer.Option(help="start no further workload after this")] = float("inf"),
     check: Annotated[bool, typer.Option(help="measure errors against float64")] = True,
     plot: Annotated[bool, typer.Option(help="draw the suite's plots")] = True,
@@ -107,7 +107,7 @@ def bench(
     out: OutFlag = Path("results"),
     device: DeviceFlag = "",
 ) -> None:
-    """Measure providers on a suite, interleaved; print the table, append records, draw plots."""
+    """Measure providers on a suite, in turns; print the table, append records, draw plots."""
     from sartor.lab import adhoc, suites
     from sartor.lab.timing import Budget
 
@@ -121,7 +121,7 @@ def bench(
         chosen = adhoc.suite(suite, quick, where, batch, {k: v for k, v in flags.items() if v})
         chosen = adhoc.narrow(chosen, providers, modes)
         target = results_folder() if record else out
-        _bench(chosen, where, Budget(rounds, round_ms), (check, plot, record), target, max_seconds)
+        _bench(chosen, where, Budget(rounds, turn_ms), (check, plot, record), target, max_seconds)
 
 
 def _bench(

@@ -1,6 +1,7 @@
 """The bench on small problems: who may run, what agrees, what a record holds, what is printed of it."""
 
 import csv
+import itertools
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from sartor.lab.timing import Budget
 from sartor.lab.workloads import Inputs, Workload
 
 CPU = torch.device("cpu")
-FAST = Budget(rounds=2, round_ms=1.0, warmup_ms=0.5)
+FAST = Budget(rounds=2, turn_ms=0.5, warmup_ms=0.5)
 SMALL = Workload(1, 2, 2, 48, 48, 16, 16, "float32", "causal", "fwd")
 CONTRACT = [
     "run_id", "suite", "provider", "mode", "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim",
@@ -127,12 +128,16 @@ def test_reasons_are_sentences_and_a_kernel_by_name_never_falls_back(tmp_path: P
         providers.get("sdpb")
 
 
-def test_timing_interleaves_every_candidate_equally() -> None:
+def test_timing_gives_every_candidate_a_turn_a_round() -> None:
     calls: list[str] = []
     runs = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    found = timing.interleave(runs, CPU, Budget(rounds=3, round_ms=0.01, warmup_ms=0.0))
-    assert {len(t.samples) for t in found.values()} == {3} | {len(found["a"].samples)}
+    found = timing.interleave(runs, CPU, Budget(rounds=4, turn_ms=0.0, warmup_ms=0.0))
+    assert {len(t.samples) for t in found.values()} == {4}
     assert all(t.at(0.2) <= t.ms <= t.at(0.8) for t in found.values())
+    turns = [name for name, _ in itertools.groupby(calls)]
+    assert len(turns) > 6, "each calls a candidate many times, one after another"
+    long = timing.interleave(runs, CPU, Budget(rounds=1, turn_ms=2.0, warmup_ms=0.0))
+    assert all(len(t.samples) > 1 for t in long.values())
 
 
 def test_peak_memory_counts_what_is_freed_again() -> None:

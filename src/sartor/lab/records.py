@@ -100,7 +100,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Run:
-    """What all records of one process share. They were interleaved, so they may be compared."""
+    """What all records of one process share. They were timed in turns, so they may be compared."""
 
     run_id: str
     suite: str

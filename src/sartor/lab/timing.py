@@ -1,8 +1,12 @@
-"""The one timer. Candidates are interleaved launch by launch, in an order shuffled anew for every pass.
+"""The one timer. Candidates take turns, a few tens of milliseconds each, in an order shuffled anew for every round.
 
 What runs first rides a cool card and a high clock, and a card at its power cap drifts by several per cent within a
-minute, so only times taken between each other's launches may be compared. On a GPU a pass is enqueued behind a
-spinning kernel: events then time the work, not the gaps in which the host was still enqueueing it.
+minute, so only times taken between each other's turns may be compared. A card at its power cap gives a kernel the clock
+that its power draw allows: a turn is long enough for it to come to its own, which launch by launch it would share with
+the others.
+
+On a GPU the samples of a turn are enqueued behind a spinning kernel: events then time the work, not the gaps in which
+the host was still enqueueing it.
 """
 
 from __future__ import annotations
@@ -21,17 +25,17 @@ QUEUE = 250  # calls and events enqueued at a time: a stream holds about a thous
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to measure: `rounds` rounds of about `round_ms`, shared by all candidates, or `max_s` at most.
+    """How long to measure: `rounds` rounds, in each of which every candidate has one turn, or `max_s` at most.
 
-    Rounds of the first `settle_ms` do not count on a GPU: a card that has rested runs above the clock it can hold.
+    turn_ms: a turn, one sample at least; by default what the device wants, 40 on a GPU and 5 on a CPU. Rounds of the
+    first `settle_ms` do not count on a GPU: a card that has rested runs above the clock it can hold.
     """
 
     rounds: int = 10
-    round_ms: float = 40.0
+    turn_ms: float | None = None
     warmup_ms: float = 25.0
     settle_ms: float = 300.0
     max_s: float = 6.0
-    min_samples: int = 3
 
 
 @dataclass
@@ -55,34 +59,38 @@ class Timing:
 def interleave(
     runs: Mapping[str, Run], device: torch.device, budget: Budget = Budget(), cold_l2: bool = False, seed: int = 0
 ) -> dict[str, Timing]:
-    """Time every candidate; a sample is one call, or a small batch of calls that is long enough for the clock."""
+    """Time every candidate; a sample is one call, or as many as are long enough for the clock that events read."""
     if not runs:
         return {}
     clock: _CudaClock | _HostClock = _CudaClock(device, cold_l2) if device.type == "cuda" else _HostClock()
+    turn_s = 1e-3 * (clock.turn_ms if budget.turn_ms is None else budget.turn_ms)
     warm = {name: clock.warm_up(run, budget.warmup_ms) for name, run in runs.items()}  # ms a call
-    calls = {name: 1 if cold_l2 else max(1, min(64, round(clock.sample_ms / ms))) for name, ms in warm.items()}
-    pass_ms = sum(warm[name] * n for name, n in calls.items())
-    passes = max(1, min(round(budget.round_ms / pass_ms), QUEUE // sum(n + 2 for n in calls.values())))
     timings = {name: Timing() for name in runs}
     shuffle = random.Random(seed).shuffle
 
-    def one_round() -> list[tuple[str, float]]:
-        order: list[str] = []
-        for _ in range(passes):
-            one = list(runs)
-            shuffle(one)
-            order += one
-        return clock.measure([(name, runs[name], calls[name]) for name in order])
+    def turn(name: str) -> list[float]:
+        calls = 1 if cold_l2 else max(1, min(64, round(clock.sample_ms / warm[name])))
+        batch = max(1, min(round(500 * turn_s / (calls * warm[name])), QUEUE // (calls + 2)))  # half a turn, at most
+        samples: list[float] = []
+        end = time.perf_counter() + turn_s
+        while not samples or time.perf_counter() < end:
+            samples += clock.measure(runs[name], calls, batch)
+        return samples
+
+    def one_round() -> list[tuple[str, list[float]]]:
+        order = list(runs)
+        shuffle(order)
+        return [(name, turn(name)) for name in order]
 
     settled = time.perf_counter() + (budget.settle_ms * 1e-3 if device.type == "cuda" else 0.0)
     while time.perf_counter() < settled:
         one_round()
     deadline = time.perf_counter() + budget.max_s
     for done in range(budget.rounds):
-        if time.perf_counter() > deadline and done * passes >= budget.min_samples:
+        if time.perf_counter() > deadline and done > 2:
             break
-        for name, ms in one_round():
-            timings[name].samples.append(ms)
+        for name, samples in one_round():
+            timings[name].samples += samples
     for name, run in runs.items():
         timings[name].host_us = clock.host_us(run, warm[name])
     return timings
@@ -91,7 +99,7 @@ def interleave(
 class _HostClock:
     """perf_counter around synchronous calls."""
 
-    sample_ms = 0.2
+    sample_ms, turn_ms = 0.2, 5.0
 
     def warm_up(self, run: Run, warmup_ms: float) -> float:
         """Call for `warmup_ms`, at least twice; milliseconds of a call."""
@@ -104,14 +112,14 @@ class _HostClock:
                 break
         return max(min(times), 1e-4)
 
-    def measure(self, samples: list[tuple[str, Run, int]]) -> list[tuple[str, float]]:
-        """Milliseconds per call of each sample, in order."""
+    def measure(self, run: Run, calls: int, batch: int) -> list[float]:
+        """Milliseconds per call, of `batch` samples of so many calls."""
         out = []
-        for name, run, calls in samples:
+        for _ in range(batch):
             start = time.perf_counter()
             for _ in range(calls):
                 run()
-            out.append((name, (time.perf_counter() - start) * 1e3 / calls))
+            out.append((time.perf_counter() - start) * 1e3 / calls)
         return out
 
     def host_us(self, run: Run, ms: float) -> float | None:
@@ -122,7 +130,7 @@ class _HostClock:
 class _CudaClock:
     """CUDA events on the current stream, behind a backlog."""
 
-    sample_ms = 0.1
+    sample_ms, turn_ms = 0.1, 40.0
 
     def __init__(self, device: torch.device, cold_l2: bool) -> None:
         self.device = device
@@ -164,12 +172,12 @@ class _CudaClock:
         torch.cuda.synchronize(self.device)
         return ms
 
-    def measure(self, samples: list[tuple[str, Run, int]]) -> list[tuple[str, float]]:
-        """Milliseconds per call of each sample, in order, all enqueued before the first one starts."""
-        events = [(self._event(), self._event()) for _ in samples]
-        host_ms = sum((self.enqueue_us[id(run)] * calls + 15) for _, run, calls in samples) * 1e-3
+    def measure(self, run: Run, calls: int, batch: int) -> list[float]:
+        """Milliseconds per call, of `batch` samples of so many calls, all enqueued before the first one starts."""
+        events = [(self._event(), self._event()) for _ in range(batch)]
+        host_ms = (self.enqueue_us[id(run)] * calls + 15) * batch * 1e-3
         torch.cuda._sleep(int(self.spin_per_ms * min(1.2 * host_ms + 0.1, 100.0)))  # type: ignore[no-untyped-call]
-        for (_, run, calls), (start, end) in zip(samples, events, strict=True):
+        for start, end in events:
             if self.flush is not None:
                 self.flush.zero_()
             start.record()
@@ -177,10 +185,7 @@ class _CudaClock:
                 run()
             end.record()
         torch.cuda.synchronize(self.device)
-        return [
-            (name, start.elapsed_time(end) / calls)
-            for (name, _, calls), (start, end) in zip(samples, events, strict=True)
-        ]
+        return [start.elapsed_time(end) / calls for start, end in events]
 
     def host_us(self, run: Run, ms: float) -> float | None:
         """Microseconds to enqueue one call, over 50 calls; for calls short enough that the queue cannot fill."""
