@@ -1,6 +1,6 @@
-"""The Hopper kernel of float32 on CUDA: every tile, units that differ from segment to segment, what it marks.
+"""The Hopper kernels of float32 on CUDA: every tile, units that differ from segment to segment, what they mark.
 
-Features, budgets and errors against PyTorch's are in test_fp32.py, which takes this kernel where it can run.
+Features, budgets and errors against PyTorch's are in test_gpu_fp32.py, which takes these kernels where they can run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from sartor import kernels, nvrtc, testing
 from sartor.device import Device
-from sartor.kernels.spec import Operands, Plan, Tile
+from sartor.kernels.spec import Operands, Plan, Saved, Tile
 from sartor.problem import Call, Problem, aux_values
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not nvrtc.missing()
@@ -104,3 +104,77 @@ def test_portable_form_agrees():
     other, other_lse = spec.run(plan, Operands(call.q, call.k, call.v, aux=aux_values(call)))
     assert (out - other).norm() <= 1e-6 * out.norm()
     assert (lse - other_lse).abs().max() <= 4e-6
+
+
+# ---- the backward
+
+
+def gradients(call, dout, name="hopper_fp32_backward"):
+    """dq, dk, dv."""
+    p, device, spec = Problem.of(call), Device.of(torch.device("cuda")), kernels.load(name)
+    assert spec.why_not(p, device) == []
+    x = Operands(call.q, call.k, call.v, call.sinks, aux_values(call))
+    out, lse = kernels.load("fp32_forward").run(plan_as("fp32_forward", p, device), x)
+    return spec.run(plan_as(name, p, device), x, Saved(out, lse, dout, None))[:3]
+
+
+def plan_as(name, p, device):
+    spec = kernels.load(name)
+    return Plan(spec, p, device, next(iter(spec.tiles(p, device))), "test")
+
+
+def check_gradients(*qkv, limit=1.5e-6, **options):
+    """Against float64 and the portable form, as relative norms."""
+    call, dout = Call(*qkv, **options), testing.make_like(qkv[0][..., :1].expand(*qkv[0].shape[:3], qkv[2].shape[3]))
+    expected = testing.reference_gradients(*qkv, dout, **options)
+    found, portable = gradients(call, dout), gradients(call, dout, "fp32_backward")
+    for name, mine, other in zip(("dq", "dk", "dv"), found, portable, strict=True):
+        exact = expected[name]
+        assert (mine.double() - exact).norm() <= limit * exact.norm()
+        assert (mine.double() - exact).norm() <= 1.5 * (other.double() - exact).norm() + 1e-7 * exact.norm()
+
+
+MASKS = [{}, {"causal": True}, {"causal": "top_left"}, {"window": (90, 30)}, {"causal": True, "window": (70, 0)}]
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients(dim, options):
+    check_gradients(*inputs(d=dim), **options)
+
+
+@pytest.mark.parametrize("lengths", [(1, 2), (17, 300), (300, 17), (64, 128), (129, 65), (2000, 1000)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_lengths(lengths, causal):
+    check_gradients(*inputs(hq=6, sq=lengths[0], skv=lengths[1], d=128), causal=causal)
+
+
+@pytest.mark.parametrize("dims", [(17, 17), (40, 40), (80, 80), (96, 96), (112, 112), (128, 33), (24, 120)], ids=str)
+def test_gradients_of_dims(dims):
+    check_gradients(*inputs(b=1, d=dims[0], dv=dims[1]), causal=True)
+
+
+def test_gradients_of_units_that_differ():
+    """By a thousand from segment to segment, in what is held and in what is stepped over."""
+    q, k, v = inputs(skv=600, d=128)
+    grow = torch.logspace(-2, 1, 600, device="cuda").view(1, -1, 1, 1)
+    for spread in ((q, k * grow, v), (q, k, v / grow), (q * grow, k, v)):
+        check_gradients(*spread, limit=6e-6)
+
+
+def test_bits_of_gradients():
+    q, k, v = inputs(d=128)
+    call, dout = Call(q, k, v, causal=True), testing.make_like(q)
+    first = gradients(call, dout)
+    assert all(torch.equal(a, b) for _ in range(10) for a, b in zip(gradients(call, dout), first, strict=True))
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+def test_marked_gradients(which):
+    """A row that pairs do not hold marks tiles; the triples' results are as good."""
+    q, k, v = inputs(sq=300, skv=300, d=128)
+    dout = testing.make_like(q)
+    {"q": q, "k": k, "v": v, "dout": dout}[which][0, 130, 0] *= 1e-7
+    expected = testing.reference_gradients(q, k, v, dout, causal=True)
+    for name, mine in zip(("dq", "dk", "dv"), gradients(Call(q, k, v, causal=True), dout), strict=True):
+        assert (mine.double() - expected[name]).norm() <= 1.5e-6 * expected[name].norm()

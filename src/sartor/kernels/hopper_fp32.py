@@ -34,7 +34,7 @@ class HopperFp32:
 
     name = "hopper_fp32"
     family = "fp32"
-    backwards = ("fp32_backward",)
+    backwards = ("hopper_fp32_backward", "fp32_backward")
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What TMA, wgmma and the run-time compiler need, beside what pairs do."""

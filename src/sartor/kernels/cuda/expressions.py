@@ -46,9 +46,10 @@ def source(program: Program, near: tuple[int, ...] = ()) -> str:
         if program.score is not None:
             value = _text(program.score, program, own, _SCORE_CALLS)
             lines += [f"DEVICE float score(float s, {position}, int kv, {rest}{y}) {{ return {value}; }}"]
-    if program.rows is not None:
-        values = ", ".join(f"int({_text(e, program)})" for e in program.rows)
-        lines += [f"DEVICE Span rows({position}, {rest}) {{ return {{{values}}}; }}"]
+    for name, at, spans in (("rows", "q", program.rows), ("cols", "kv", program.cols)):
+        if spans is not None:
+            values = ", ".join(f"int({_text(e, program)})" for e in spans)
+            lines += [f"DEVICE Span {name}(int b, int h, int {at}, {rest}) {{ return {{{values}}}; }}"]
     return "\n".join([*lines, ""])
 
 
@@ -85,9 +86,18 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
 
 def is_interval(program: Program) -> bool:
     """Whether a row attends to exactly [lo, hi): the interval it attends within is the one it attends to all of."""
-    if program.rows is None:
+    return _exact(program.rows)
+
+
+def is_interval_both_ways(program: Program) -> bool:
+    """Whether in addition a column is attended to by exactly one interval of rows."""
+    return _exact(program.rows) and _exact(program.cols)
+
+
+def _exact(spans: tuple[Expr, ...] | None) -> bool:
+    if spans is None:
         return False
-    lo, hi, full_lo, full_hi = (e.text() for e in program.rows)
+    lo, hi, full_lo, full_hi = (e.text() for e in spans)
     return lo == full_lo and hi == full_hi
 
 

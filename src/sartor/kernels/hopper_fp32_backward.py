@@ -1,0 +1,197 @@
+"""The Hopper backward of float32 on pairs of float16, host side. The kernels are in the .cuh beside.
+
+It is `fp32_backward` with dq, then dk and dv, in CUDA C++. What comes before them, and what computes marked tiles
+again, are that kernel's launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sartor import nvrtc
+from sartor.device import Device
+from sartor.kernels import hopper_forward
+from sartor.kernels.cuda import expressions, wgmma
+from sartor.kernels.fp32_backward import Fp32Backward
+from sartor.kernels.parts import launch
+from sartor.kernels.spec import Operands, Plan, Saved, Tile
+from sartor.problem import Problem
+
+if launch.available():
+    from sartor.kernels.parts import products, split
+
+SHELVES = ("expressions", "near", "split", "wgmma")
+SIGNATURE = "MMMMPPPPPPPPPqqqPqqqPiiiifff"  # of the kernels, before the aux values
+MAX_DIM = 128
+ROWS = 128  # that a block holds
+AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
+
+
+class HopperFp32Backward(Fp32Backward):
+    """See the module."""
+
+    name = "hopper_fp32_backward"
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """What the copy engine, wgmma and the run-time compiler need, beside what pairs do."""
+        why = super().why_not(p, dev) + hopper_forward.reasons(p, dev)
+        if max(p.dim, p.dim_v) > MAX_DIM:
+            why.append(f"needs head dims up to {MAX_DIM}, whose gradients registers hold, got {p.dim} and {p.dim_v}")
+        if p.program.score is not None:
+            why.append(f"needs scores as they are: registers hold weights in their place, got {p.score_name}")
+        if p.program.keep is not None and not expressions.is_interval_both_ways(p.program):
+            why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
+        return why
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """One: registers leave no choice of rows, shared memory none of stages."""
+        stages = sum(Measure(p, True).stages)
+        yield Tile(64, ROWS, 12, stages, Tile(ROWS, 64, 12, stages))
+
+    def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
+        """Whether it is that one."""
+        return tile in self.tiles(p, dev)
+
+    def shared_bytes(self, plan: Plan) -> int:
+        """Dynamic shared memory that a block of dk and dv takes."""
+        return Measure(plan.problem, True).shared_bytes
+
+    def start(
+        self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
+    ) -> None:
+        """Make the launches: Triton's in three sections, between which the two of CUDA C++ stand."""
+        with torch.cuda.device(x.q.device):
+            ready = plan.cache.get("hopper")
+            if ready is None:
+                ready = plan.cache["hopper"] = tuple(Ready.of(plan.problem, keys) for keys in (False, True))
+            key, changed, own = self.varying(plan, x, saved, work, pairs)
+            for i, kernel in enumerate((*ready, None)):  # type: ignore[misc]
+                if not launch.again(changed, plan.cache, (i, key), own):
+                    sections = self.sections(replace(plan, tile=AGAIN), x, saved, work, pairs)
+                    launch.run(sections[i], plan.cache, (i, key))
+                if kernel is not None:
+                    kernel.start(x, pairs, work)
+
+    def sections(
+        self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
+    ) -> tuple[list[launch.Launch], ...]:
+        """The launches of `fp32_backward` before dq, between dq and dk with dv, and after them."""
+        steps = self.steps(plan, x, saved, work, pairs)
+        dq, dkdv = (next(i for i, step in enumerate(steps) if step.name == name) for name in ("dq", "dkdv"))
+        return steps[:dq], steps[dq + 1 : dkdv], steps[dkdv + 1 :]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a kernel is cut to: see the head of the .cuh. `keys` says that it is the one for dk and dv."""
+
+    p: Problem
+    keys: bool
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Columns of q and k, of v and dout: a multiple of 16, or of 64 where a product of all would be too wide."""
+        return tuple(-(-d // 16) * 16 if d <= 96 else 128 for d in (self.p.dim, self.p.dim_v))  # type: ignore[return-value]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of their swizzled chunks."""
+        return tuple(64 if d == 128 else hopper_forward.width(d, 96) for d in self.dims)  # type: ignore[return-value]
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Products that a gradient is made in."""
+        return tuple(2 if d > 96 else 1 for d in self.dims)  # type: ignore[return-value]
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Tiles stepped over in shared memory, of q or k, and of dout or v; the former stay longer."""
+        return next((x, y) for x, y in ((3, 3), (3, 2), (2, 2), (2, 1)) if self._bytes(x, y) <= 227 << 10)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
+        return self._bytes(*self.stages)
+
+    def _bytes(self, stages_x: int, stages_y: int) -> int:
+        x, y = (256 * width * -(-d // width) for d, width in zip(self.dims, self.widths, strict=True))
+        rows = 784 if self.keys else 16
+        return (2 + stages_x) * x + (2 + stages_y) * y + stages_x * rows + 16 * (1 + stages_x + stages_y) + 1024
+
+    def defines(self) -> dict[str, Any]:
+        """Macros by name."""
+        p = self.p
+        pairs = {"DIM": self.dims, "WIDTH": self.widths}
+        defines = {f"{name}{end}": n for name, both in pairs.items() for end, n in zip(("", "_V"), both, strict=True)}
+        both = {"PARTS": self.parts, "STAGES": self.stages}
+        defines |= {f"{name}{end}": n for name, two in both.items() for end, n in zip(("_X", "_Y"), two, strict=True)}
+        return defines | {
+            "KEYS": int(self.keys), "COLUMNS": p.dim, "COLUMNS_V": p.dim_v, "BLOCK_N": 64,
+            "MASK": int(p.program.keep is not None), "SINKS": int(p.sinks),
+        }  # fmt: skip
+
+    def compile(self) -> nvrtc.Binary:
+        """The kernel; needs no GPU."""
+        widths = {64, *(d // parts for d, parts in zip(self.dims, self.parts, strict=True))}
+        text = "\n".join([
+            *(f'#include "cuda/{shelf}.cuh"' for shelf in SHELVES),
+            *(f"#define {name} {value}" for name, value in self.defines().items()),
+            expressions.source(self.p.program),
+            wgmma.wrappers(widths, "f16"),
+            '#include "hopper_fp32_backward.cuh"',
+        ])  # fmt: skip
+        return nvrtc.compile(text, arch="sm_90a", include=hopper_forward.FOLDER, name="hopper_fp32_backward.cu")
+
+
+@dataclass
+class Ready:
+    """One of the two kernels, compiled, with what does not change between calls of one key."""
+
+    measure: Measure
+    kernel: nvrtc.Kernel
+    grid: int
+    maps: dict[str, nvrtc.TensorMaps]  # of pairs, by name: what is held, then what is stepped over
+    numbers: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, p: Problem, keys: bool) -> Ready:
+        """Everything the launches of a plan need."""
+        m = Measure(p, keys)
+        letters = SIGNATURE + expressions.signature(p.program)
+        kernel = nvrtc.Kernel(m.compile(), "hopper_fp32_backward", letters, 384, m.shared_bytes)
+        of_q, of_k = (p.batch, p.seqlen_q, p.heads_q), (p.batch, p.seqlen_kv, p.heads_kv)
+        rows = {"q": of_q, "dout": of_q, "k": of_k, "v": of_k}
+        (dim, dim_v), (width, width_v) = (p.dim, p.dim_v), m.widths
+        columns = {"q": (dim, width), "k": (dim, width), "dout": (dim_v, width_v), "v": (dim_v, width_v)}
+        names = ("k", "v", "q", "dout") if keys else ("q", "dout", "k", "v")
+        noise = abs(p.softmax_scale) * launch.LOG2_E * products.NOISE.value * p.dim**0.5 / products.RESOLVED.value
+        batch, length, heads = of_k if keys else of_q
+        return cls(
+            m, kernel, batch * heads * -(-length // ROWS), {n: _maps(*rows[n], *columns[n]) for n in names},
+            (p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, p.softmax_scale * launch.LOG2_E, p.softmax_scale, noise),
+        )  # fmt: skip
+
+    def start(self, x: Operands, pairs: dict[str, Any], work: dict[str, torch.Tensor]) -> None:
+        """The launch."""
+        dx, dy, marks = ("dk", "dv", "bad_kv") if self.measure.keys else ("dq", "dq", "bad_q")
+        self.kernel.launch(self.grid, (
+            *(maps[pairs[name].data.data_ptr()] for name, maps in self.maps.items()),
+            *(pairs[name].units.data_ptr() for name in self.maps),
+            *(work[name].data_ptr() for name in ("lse_log2", "delta", "gain", "sinks")),
+            work[dx].data_ptr(), *launch.strides(work[dx]), work[dy].data_ptr(), *launch.strides(work[dy]),
+            work[marks].data_ptr(), *self.numbers, *expressions.arguments(x.aux, self.measure.p.program),
+        ))  # fmt: skip
+
+
+def _maps(batch: int, length: int, heads: int, dim: int, width: int) -> nvrtc.TensorMaps:
+    """Maps of pairs, (b, h, s, 2 * pitch), as (columns, s, h, b, 2), for copies of `width` columns of 64 rows."""
+    row = 4 * split.pitch(dim)
+    sizes, strides = (row // 4, length, heads, batch, 2), (row, row * length, row * length * heads, row // 2)
+    return nvrtc.TensorMaps("float16", sizes, strides, ((width, 64, 1, 1, 1), 2 * width))
+
+
+SPEC = HopperFp32Backward()

@@ -1,0 +1,94 @@
+"""The Hopper backward of float32 as NVRTC compiles it here: three products, none serialised, hardly a spill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sartor import kernels, mods, nvrtc
+from sartor.device import ARCHITECTURES
+from sartor.kernels.parts import launch
+from sartor.kernels.spec import Operands, Plan, Saved
+from sartor.problem import Call, Problem
+
+if nvrtc.missing() or not launch.available():
+    pytest.skip(nvrtc.missing() or "needs Triton, whose launches stand around it", allow_module_level=True)
+
+from sartor.kernels.hopper_fp32_backward import AGAIN, Measure
+
+DEVICE = ARCHITECTURES[90]
+SPEC = kernels.load("hopper_fp32_backward")
+MOST_SPILLS = 128  # bytes a thread, stores and loads: a dozen registers, of 232
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def problem(dim=128, dim_v=None, heads=(4, 4), lengths=(1000, 1000), **options):
+    shapes = ((2, lengths[0], heads[0], dim), (2, lengths[1], heads[1], dim), (2, lengths[1], heads[1], dim_v or dim))
+    return Problem.of(Call(*(meta(*s) for s in shapes), **options))
+
+
+@pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", [(17, 17), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (128, 40)], ids=str)
+def test_kernels(dims, causal, keys):
+    measure = Measure(problem(*dims, causal=causal), keys)
+    binary = measure.compile()
+    (found,) = binary.resources.values()
+    assert found.spill_bytes <= (MOST_SPILLS if keys else 0)
+    assert "C75" not in binary.log  # what ptxas says of wgmma it has to serialise
+    assert measure.shared_bytes <= launch.room(DEVICE)
+
+
+def test_three_products_in_float16():
+    """Of 8 steps each for the scores and dp; of 4 steps for each half of the columns of a gradient."""
+    try:
+        sass = Measure(problem(128), True).compile().sass()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert sass.count("HGMMA.64x64x16.F32") == 3 * (2 * 8 + 2 * 2 * 4)
+    assert "UTMALDG.5D" in sass
+    assert "BF16" not in sass
+
+
+def test_reasons():
+    """Each thing the kernel cannot do is said; the portable kernel does it."""
+    ids = meta(2, 1000, dtype=torch.int64)
+    for p, words in (
+        (problem(136), "head dims up to 128"),
+        (problem(softcap=2.0), "got softcap"),
+        (problem(alibi_slopes=meta(4)), "got alibi"),
+        (problem(mask=meta(1000, dtype=torch.bool)), "one interval"),
+        (problem(mask=mods.document(ids)), "one interval"),
+    ):
+        assert any(words in why for why in SPEC.why_not(p, DEVICE))
+        assert kernels.load("fp32_backward").why_not(p, DEVICE) == []
+    for options in ({}, {"causal": "top_left"}, {"window": (100, 3)}, {"sinks": meta(4)}, {"heads": (6, 2)}):
+        assert SPEC.why_not(problem(**options), DEVICE) == []
+    assert any("8.0" in why for why in SPEC.why_not(problem(), ARCHITECTURES[80]))
+
+
+def test_tile():
+    p = problem()
+    (tile,) = SPEC.tiles(p, DEVICE)
+    assert SPEC.fits(p, DEVICE, tile)
+    assert not SPEC.fits(p, DEVICE, replace(tile, block_m=32))
+    assert SPEC.shared_bytes(Plan(SPEC, p, DEVICE, tile, "test")) <= launch.room(DEVICE)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_launches_around(causal):
+    """Splits come before dq; dk and dv, which need the gains, after dq's marked tiles have been computed again."""
+    p = problem(causal=causal)
+    q, k = meta(2, 1000, 4, 128), meta(2, 1000, 4, 128)
+    x, saved = Operands(q, k, k, aux=(0,) if causal else ()), Saved(q, meta(2, 4, 1000), q, None)
+    work = SPEC.workspace(p, x, saved)
+    plan = Plan(SPEC, p, DEVICE, AGAIN, "test")
+    names = [[step.name for step in part] for part in SPEC.sections(plan, x, saved, work, SPEC.pairs(x, q))]
+    repair = ["exact repair"] if causal else []
+    assert names[0] == [*(f"split {name}" for name in ("q", "k", "v", "dout")), "prepare"]
+    assert names[1:] == [[f"{pass_} {end}" for end in ("exact", *repair)] for pass_ in ("dq", "dkdv")]
