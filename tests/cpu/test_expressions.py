@@ -52,3 +52,15 @@ def test_scores_divide_without_a_branch_and_masks_exactly():
     text = expressions.source(program(softcap=30.0, mask=mask))
     assert "ratio(s, x.a0)" in text
     assert "divide(q, 2)" in text
+
+
+def test_intervals_of_rows_and_columns():
+    causal, window = program(causal=True), program(window=(5, None))
+    for found in (causal, window):
+        text = expressions.source(found)
+        assert "DEVICE Span rows(int b, int h, int q, " in text
+        assert "DEVICE Span cols(int b, int h, int kv, " in text
+        assert expressions.is_interval_both_ways(found)
+    ids = table(1, 96, dtype=torch.int64)
+    assert not expressions.is_interval_both_ways(program(mask=mods.document(ids[:, :64], ids)))
+    assert not expressions.is_interval_both_ways(program())

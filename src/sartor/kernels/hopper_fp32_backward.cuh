@@ -1,17 +1,18 @@
 // Attention backward of float32 for Hopper (sm_90a), on pairs of float16 (parts/split.py): one text, two kernels.
 //
-// A block holds 128 rows of two operands, X and Y, a warpgroup 64 of them, and steps over tiles of 64 rows of the other
-// two. KEYS: it holds keys and values, steps over queries and dout, and computes dk and dv. Otherwise it holds queries and
-// dout, steps over keys and values, and computes dq. Scores stand with the held rows along M, so that weights and score
-// gradients are A operands as they are:
+// A block holds rows of two operands, X and Y, each of its GROUPS warpgroups 64 of them, and steps over tiles of 64 rows of
+// the other two, x and y. KEYS: it holds keys and values, steps over queries and dout, and computes dk and dv. Otherwise it
+// holds queries and dout, steps over keys and values, and computes dq. Scores stand with the held rows along M, so that
+// weights and score gradients are A operands as they are:
 //
 //     s = X x^T    w = exp2(s - lse)    dp = Y y^T    ds = w (dp - delta)    dy += w y (KEYS)    dx += ds x
 //
 // Three products take the place of one, the small ones first. Scores are short sums. dx and dy are not: what a tile adds
-// starts from zero and is added by an ordinary multiply-add, with the tile's unit (parts/products.py).
+// starts from zero and is added by an ordinary multiply-add, with the tile's unit (parts/products.py). Warpgroups share
+// tiles and nothing else: while one makes weights, the other multiplies.
 //
-// The measure, in macros: KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH, WIDTH_V (of a
-// swizzled chunk), PARTS_X, PARTS_Y (products that dx and dy are made in, since a share of all columns takes as many
+// The measure, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH, WIDTH_V
+// (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it take as many
 // registers as the result), STAGES_X, STAGES_Y, MASK (0 none, 1 an interval a row), SINKS.
 #pragma once
 #include "cuda/expressions.cuh"
@@ -19,9 +20,8 @@
 
 using XTile = Pair<Staged<DIM, 64, WIDTH>>;
 using YTile = Pair<Staged<DIM_V, 64, WIDTH_V>>;
-constexpr int GROUPS = 2, THREADS = 128 * (GROUPS + 1), SEGMENT = 128;  // rows that share a unit (parts/split.py)
-// registers of a thread after 168 at launch
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int THREADS = 128 * (GROUPS + 1), PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int SEGMENT = 128;  // rows that share a unit (parts/split.py)
 
 // ---- shared memory: held tiles, stepped tiles, of each stage what goes with its rows, barriers
 constexpr int AT_HELD_Y = GROUPS * XTile::bytes, AT_X = AT_HELD_Y + GROUPS * YTile::bytes;
@@ -35,7 +35,7 @@ struct Rings {
   Ring<STAGES_Y> y;
   DEVICE Rings(u32 base) : held(base + AT_BARRIERS), x(held + 16), y(x.bars + 16 * STAGES_X) {}
   DEVICE void init() const {  // by one thread; a stage of x is full when its tile and what goes with its rows are there
-    barrier_init(held, 1);
+    barrier_init(held, 2 * GROUPS);
     for (int i = 0; i < STAGES_X; i++) barrier_init(x.bars + 16 * i, 2), barrier_init(x.bars + 16 * i + 8, 4 * GROUPS);
     y.init(4 * GROUPS);
     barrier_publish();
@@ -98,7 +98,6 @@ struct Task {
       lo = imax(warp_min(lo), 0), hi = imin(imax(warp_max(hi), 0), stepped());
       full_lo = warp_max(full_lo), full_hi = imax(warp_min(full_hi), 0);
     }
-    if (KEYS && full_hi >= stepped()) full_hi += 63;  // queries past the end have weights of 0
     return {lo / 64, ceil_div(hi, 64), ceil_div(full_lo, 64), full_hi / 64};
   }
 };
@@ -108,11 +107,10 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
   const bool lead = (threadIdx.x & 31) == 0;
   Rings rings(base);
   if (lead) {
-    barrier_expect(rings.held, GROUPS * (XTile::bytes + YTile::bytes));
     for (int g = 0; g < GROUPS; g++) {
       const int row = task.first + 64 * g;
-      XTile::load_into(base + g * XTile::bytes, t.held_x, rings.held, ONCE, row, task.head, task.batch);
-      YTile::load_into(base + AT_HELD_Y + g * YTile::bytes, t.held_y, rings.held, ONCE, row, task.head, task.batch);
+      XTile::load(base + g * XTile::bytes, t.held_x, rings.held, ONCE, row, task.head, task.batch);
+      YTile::load(base + AT_HELD_Y + g * YTile::bytes, t.held_y, rings.held, ONCE, row, task.head, task.batch);
     }
   }
 #pragma unroll 1
@@ -122,17 +120,20 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
 #pragma unroll 1
     for (int j = range.begin; j < range.end; j++) {
       rings.x.await_empty();
-      if (lead) XTile::load(base + AT_X + rings.x.stage() * XTile::bytes, t.x, rings.x.full(), OFTEN, 64 * j, head, task.batch);
+      const u32 x = base + AT_X + rings.x.stage() * XTile::bytes, y = base + AT_Y + rings.y.stage() * YTile::bytes;
+      if (lead) XTile::load(x, t.x, rings.x.full(), OFTEN, 64 * j, head, task.batch);
       rings.x.next();
       rings.y.await_empty();
-      if (lead) YTile::load(base + AT_Y + rings.y.stage() * YTile::bytes, t.y, rings.y.full(), OFTEN, 64 * j, head, task.batch);
+      if (lead) YTile::load(y, t.y, rings.y.full(), OFTEN, 64 * j, head, task.batch);
       rings.y.next();
     }
   }
 }
 
-// Whether pairs do not resolve a score (products.unresolved): `least` is what they resolve at those units
-DEVICE float resolved(float lse, float least) { return fabsf(lse) < (least > 1.f ? least : 0.f) ? __int_as_float(0x7fffffff) : lse; }
+// NaN where pairs do not resolve a row's scores (products.unresolved), whose largest is about lse: `least` is what they do
+DEVICE float resolved(float lse, float least) {
+  return fabsf(lse) < (least > 1.f ? least : 0.f) ? __int_as_float(0x7fffffff) : lse;
+}
 
 // One warp brings what goes with the rows of a tile: the units and, of queries, lse, delta and gain
 DEVICE void bring_rows(u32 base, const Task& task, float noise) {
@@ -151,8 +152,8 @@ DEVICE void bring_rows(u32 base, const Task& task, float noise) {
       float lse[2] = {INF, INF}, delta[2] = {0.f, 0.f}, gain[2] = {1.f, 1.f};
       if (KEYS) {
         UNROLL for (int i = 0; i < 2; i++) {
-          const int query = 64 * j + lane + 32 * i;
-          if (query < task.stepped()) lse[i] = t.lse[row + query], delta[i] = t.delta[row + query], gain[i] = t.gain[row + query];
+          const i64 at = row + 64 * j + lane + 32 * i;
+          if (at - row < task.stepped()) lse[i] = t.lse[at], delta[i] = t.delta[at], gain[i] = t.gain[at];
         }
       }
       rings.x.await_empty();
@@ -193,7 +194,12 @@ struct Consumer {
   DEVICE void done_x() { release(rings.x.empty()), rings.x.next(); }
   DEVICE void done_y() { release(rings.y.empty()), rings.y.next(); }
   DEVICE u32 rows_at() const { return opaque(base) + AT_ROWS + rings.x.stage() * ROWS_BYTES; }
-  DEVICE float read(u32 at) const { return __int_as_float(shared_load(at)); }
+  DEVICE static float read(u32 at) { return __int_as_float(shared_load(at)); }
+  DEVICE static void read_two(float (&x)[2], u32 at) {
+    u32 a, b;
+    shared_load_pair(a, b, at);
+    x[0] = __int_as_float(a), x[1] = __int_as_float(b);
+  }
 
   // ---- products
   template <class Tile, int STEPS, bool ZERO> DEVICE void multiply_rows(float (&to)[32], u32 a, u32 b) {
@@ -219,12 +225,13 @@ struct Consumer {
     }
   }
   // sum += w times stepped rows, w split here, each held row of it by the power of two that its largest element wants
-  template <class Tile, int WHOLE, int PARTS> DEVICE void add_product(float (&sum)[WHOLE / 2], const float (&w)[32], u32 tile, float unit) {
-    constexpr int N = WHOLE / PARTS;
+  template <class Tile, int WHOLE, int PARTS>
+  DEVICE void add_product(float (&sum)[WHOLE / 2], const float (&w)[32], u32 tile, float unit) {
+    constexpr int N = WHOLE / PARTS, chunk = Tile::row_bytes / 2;
     float up[2], down[2];
     UNROLL for (int r = 0; r < 2; r++) {
       float top = 0.f;
-      UNROLL for (int i = 0; i < 16; i++) top = fmaxf(top, fmaxf(fabsf(w[i / 2 * 4 + 2 * r]), fabsf(w[i / 2 * 4 + 2 * r + 1])));
+      UNROLL for (int i = 0; i < 16; i++) top = fmaxf(top, fabsf(w[i / 2 * 4 + 2 * r + i % 2]));
       top = fmaxf(top, __shfl_xor_sync(ALL, top, 1)), top = fmaxf(top, __shfl_xor_sync(ALL, top, 2));
       const Power power = power_of_two(top);
       up[r] = power.up, down[r] = power.down * unit;
@@ -232,9 +239,8 @@ struct Consumer {
     u32 hi[16], lo[16];
     UNROLL for (int i = 0; i < 16; i++) split(w[2 * i] * up[i % 2], w[2 * i + 1] * up[i % 2], hi[i], lo[i]);
     UNROLL for (int part = 0; part < PARTS; part++) {
-      constexpr int chunk = Tile::row_bytes / 2;
-      const int column = part * N;
-      const u32 at = across_k<Tile>(opaque(base) + tile) + ((column / chunk * Tile::chunk_bytes + column % chunk * 2) >> 4);
+      const u32 column = part * N / chunk * Tile::chunk_bytes + part * N % chunk * 2;
+      const u32 at = across_k<Tile>(opaque(base) + tile + column);
       float share[N / 2];
       pin(share), pin(hi), pin(lo);
       wgmma_fence();
@@ -253,13 +259,13 @@ struct Consumer {
     const float by = factor * unit;
     const u32 at = rows_at() + 8 * (lane & 3);
     UNROLL for (int i = 0; i < 8; i++) {
-      float2 column, gain;
-      if (KEYS) column = shared_load_two(at + 32 * i), gain = shared_load_two(at + GAIN + 32 * i);
+      float column[2], gain[2];
+      if (KEYS) read_two(column, at + 32 * i), read_two(gain, at + GAIN + 32 * i);
       UNROLL for (int r = 0; r < 2; r++)
         UNROLL for (int e = 0; e < 2; e++) {
           float& w = s[4 * i + 2 * r + e];
-          w = power2(smaller(fmaf(w, by, -(KEYS ? e ? column.y : column.x : lse[r])), 1.f));
-          if (KEYS) w *= e ? gain.y : gain.x;
+          w = power2(-larger(fmaf(-w, by, KEYS ? column[e] : lse[r]), -1.f));  // 2 at most, however lse was rounded
+          if (KEYS) w *= gain[e];
         }
     }
   }
@@ -276,12 +282,12 @@ struct Consumer {
   DEVICE void differentiate(float unit) {  // score gradients in place of dp
     const u32 at = rows_at() + DELTA + 8 * (lane & 3);
     UNROLL for (int i = 0; i < 8; i++) {
-      float2 column;
-      if (KEYS) column = shared_load_two(at + 32 * i);
+      float column[2];
+      if (KEYS) read_two(column, at + 32 * i);
       UNROLL for (int r = 0; r < 2; r++)
         UNROLL for (int e = 0; e < 2; e++) {
           float& ds = dp[4 * i + 2 * r + e];
-          ds = s[4 * i + 2 * r + e] * fmaf(ds, unit, -(KEYS ? e ? column.y : column.x : delta[r]));
+          ds = s[4 * i + 2 * r + e] * fmaf(ds, unit, -(KEYS ? column[e] : delta[r]));
         }
     }
   }
@@ -298,9 +304,13 @@ struct Consumer {
     float lse[2];
     UNROLL for (int r = 0; r < 2; r++) lse[r] = KEYS ? 0.f : resolved(this->lse[r], hx * unit_x * noise);
     weigh(hx * unit_x, lse);
-    if (partial) mask(j, g);
+    if ((MASK || !KEYS) && partial) mask(j, g);  // queries past the end have weights of 0
     if (!KEYS) {
-      UNROLL for (int i = 0; i < 32; i++) total[i / 2 % 2] += s[i];
+      UNROLL for (int r = 0; r < 2; r++) {  // a tile's sum first: a long sum of single weights would drift
+        float sum = 0.f;
+        UNROLL for (int i = 0; i < 16; i++) sum += s[i / 2 * 4 + 2 * r + i % 2];
+        total[r] += sum;
+      }
     }
     wgmma_wait<0>();
     pin(dp);

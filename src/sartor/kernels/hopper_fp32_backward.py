@@ -15,14 +15,15 @@ import torch
 from sartor import nvrtc
 from sartor.device import Device
 from sartor.kernels import hopper_forward
+from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.cuda import expressions, wgmma
 from sartor.kernels.fp32_backward import Fp32Backward
 from sartor.kernels.parts import launch
-from sartor.kernels.spec import Operands, Plan, Saved, Tile
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.problem import Problem
 
 if launch.available():
-    from sartor.kernels.parts import products, split
+    from sartor.kernels.parts import codegen, products, split
 
 SHELVES = ("expressions", "near", "split", "wgmma")
 SIGNATURE = "MMMMPPPPPPPPPqqqPqqqPiiiifff"  # of the kernels, before the aux values
@@ -60,21 +61,26 @@ class HopperFp32Backward(Fp32Backward):
         """Dynamic shared memory that a block of dk and dv takes."""
         return Measure(plan.problem, True).shared_bytes
 
-    def start(
-        self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
-    ) -> None:
-        """Make the launches: Triton's in three sections, between which the two of CUDA C++ stand."""
+    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
+        """dq, dk, dv, dsinks: Triton's launches in three sections, between which the two of CUDA C++ stand."""
+        p, sms = plan.problem, plan.device.sm_count or 1
+        work = self.workspace(p, x, saved)
+        pairs, changed = self.pairs(x, work["dout"]), self.changed(x, saved, work)
+        if x.aux:
+            changed["aux"] = codegen.aux_arguments(x.aux, p.program)
+        key = work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
+        own = launch.own({"q": x.q, "k": x.k, "v": x.v, "dout": work["dout"]}, pairs)
         with torch.cuda.device(x.q.device):
-            ready = plan.cache.get("hopper")
-            if ready is None:
-                ready = plan.cache["hopper"] = tuple(Ready.of(plan.problem, keys) for keys in (False, True))
-            key, changed, own = self.varying(plan, x, saved, work, pairs)
-            for i, kernel in enumerate((*ready, None)):  # type: ignore[misc]
+            if "hopper" not in plan.cache:
+                plan.cache["hopper"] = [Ready.of(p, keys, sms) for keys in (False, True)]
+            kernels: Any = plan.cache["hopper"]
+            for i, kernel in enumerate((*kernels, None)):
                 if not launch.again(changed, plan.cache, (i, key), own):
                     sections = self.sections(replace(plan, tile=AGAIN), x, saved, work, pairs)
                     launch.run(sections[i], plan.cache, (i, key))
                 if kernel is not None:
                     kernel.start(x, pairs, work)
+        return Gradients(work["dq"], work["dk"], work["dv"], dsinks=sink_gradient(x, saved.lse, work["delta"]))
 
     def sections(
         self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
@@ -91,6 +97,7 @@ class Measure:
 
     p: Problem
     keys: bool
+    groups: int = 2  # warpgroups that multiply
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -119,19 +126,18 @@ class Measure:
 
     def _bytes(self, stages_x: int, stages_y: int) -> int:
         x, y = (256 * width * -(-d // width) for d, width in zip(self.dims, self.widths, strict=True))
-        rows = 784 if self.keys else 16
-        return (2 + stages_x) * x + (2 + stages_y) * y + stages_x * rows + 16 * (1 + stages_x + stages_y) + 1024
+        stage = x + (784 if self.keys else 16)  # with what goes with its rows
+        return self.groups * (x + y) + stages_x * stage + stages_y * y + 16 * (1 + stages_x + stages_y) + 1024
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
-        p = self.p
-        pairs = {"DIM": self.dims, "WIDTH": self.widths}
-        defines = {f"{name}{end}": n for name, both in pairs.items() for end, n in zip(("", "_V"), both, strict=True)}
-        both = {"PARTS": self.parts, "STAGES": self.stages}
-        defines |= {f"{name}{end}": n for name, two in both.items() for end, n in zip(("_X", "_Y"), two, strict=True)}
-        return defines | {
-            "KEYS": int(self.keys), "COLUMNS": p.dim, "COLUMNS_V": p.dim_v, "BLOCK_N": 64,
-            "MASK": int(p.program.keep is not None), "SINKS": int(p.sinks),
+        p, (dim, dim_v), (width, width_v) = self.p, self.dims, self.widths
+        (parts_x, parts_y), (stages_x, stages_y) = self.parts, self.stages
+        return {
+            "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": dim, "DIM_V": dim_v, "COLUMNS": p.dim,
+            "COLUMNS_V": p.dim_v, "WIDTH": width, "WIDTH_V": width_v, "PARTS_X": parts_x, "PARTS_Y": parts_y,
+            "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": int(p.program.keep is not None),
+            "SINKS": int(p.sinks), "BLOCK_N": 64,
         }  # fmt: skip
 
     def compile(self) -> nvrtc.Binary:
@@ -158,20 +164,21 @@ class Ready:
     numbers: tuple[Any, ...]
 
     @classmethod
-    def of(cls, p: Problem, keys: bool) -> Ready:
-        """Everything the launches of a plan need."""
-        m = Measure(p, keys)
+    def of(cls, p: Problem, keys: bool, sms: int) -> Ready:
+        """Everything the launches of a plan need. Few rows go to blocks of one warpgroup, with the same results."""
+        batch, length, heads = (p.batch, p.seqlen_kv, p.heads_kv) if keys else (p.batch, p.seqlen_q, p.heads_q)
+        groups = 2 if batch * heads * -(-length // ROWS) >= sms else 1
+        m = Measure(p, keys, groups)
         letters = SIGNATURE + expressions.signature(p.program)
-        kernel = nvrtc.Kernel(m.compile(), "hopper_fp32_backward", letters, 384, m.shared_bytes)
+        kernel = nvrtc.Kernel(m.compile(), "hopper_fp32_backward", letters, 128 * (groups + 1), m.shared_bytes)
         of_q, of_k = (p.batch, p.seqlen_q, p.heads_q), (p.batch, p.seqlen_kv, p.heads_kv)
         rows = {"q": of_q, "dout": of_q, "k": of_k, "v": of_k}
         (dim, dim_v), (width, width_v) = (p.dim, p.dim_v), m.widths
         columns = {"q": (dim, width), "k": (dim, width), "dout": (dim_v, width_v), "v": (dim_v, width_v)}
         names = ("k", "v", "q", "dout") if keys else ("q", "dout", "k", "v")
         noise = abs(p.softmax_scale) * launch.LOG2_E * products.NOISE.value * p.dim**0.5 / products.RESOLVED.value
-        batch, length, heads = of_k if keys else of_q
         return cls(
-            m, kernel, batch * heads * -(-length // ROWS), {n: _maps(*rows[n], *columns[n]) for n in names},
+            m, kernel, batch * heads * -(-length // (64 * groups)), {n: _maps(*rows[n], *columns[n]) for n in names},
             (p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, p.softmax_scale * launch.LOG2_E, p.softmax_scale, noise),
         )  # fmt: skip
 

@@ -629,27 +629,15 @@ class TritonBackward:
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """dq, dk, dv, dbias, dsinks."""
         work = self.workspace(plan.problem, x, saved)
-        self.start(plan, x, saved, work, self.pairs(x, work["dout"]))
-        dsinks = sink_gradient(x, saved.lse, work["delta"])
-        return Gradients(work["dq"], work["dk"], work["dv"], work.get("dbias"), dsinks)
-
-    def start(
-        self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
-    ) -> None:
-        """Make the launches."""
-        key, changed, own = self.varying(plan, x, saved, work, pairs)
-        if not launch.again(changed, plan.cache, key, own):
-            launch.run(self.steps(plan, x, saved, work, pairs), plan.cache, key)
-
-    def varying(
-        self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
-    ) -> tuple[tuple[object, ...], dict[str, Any], dict[str, dict[str, Any]]]:
-        """What `launch.again` takes: a key of the layout, the arguments of this call, and those of single launches."""
         key = work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
-        changed = self.changed(x, saved, work)
+        pairs, changed = self.pairs(x, work["dout"]), self.changed(x, saved, work)
         if x.aux:
             changed["aux"] = codegen.aux_arguments(x.aux, plan.problem.program)
-        return key, changed, launch.own({"q": x.q, "k": x.k, "v": x.v, "dout": work["dout"]}, pairs, "dkdv", "dq")
+        own = launch.own({"q": x.q, "k": x.k, "v": x.v, "dout": work["dout"]}, pairs, "dkdv", "dq")
+        if not launch.again(changed, plan.cache, key, own):
+            launch.run(self.steps(plan, x, saved, work, pairs), plan.cache, key)
+        dsinks = sink_gradient(x, saved.lse, work["delta"])
+        return Gradients(work["dq"], work["dk"], work["dv"], work.get("dbias"), dsinks)
 
     def marked(self, p: Problem) -> bool:
         """Whether tiles are marked to be computed again."""

@@ -104,11 +104,6 @@ DEVICE u32 shared_load_short(u32 address) {
 DEVICE void shared_load_pair(u32& a, u32& b, u32 address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(address) : "memory");
 }
-DEVICE float2 shared_load_two(u32 address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-  return x;
-}
 DEVICE void copy_16_bytes(u32 to, const void* from, int bytes) {  // `bytes` of them, then zeros; this thread's to wait for
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -174,11 +169,6 @@ DEVICE float logarithm2(float x) {
 DEVICE float larger(float a, float b) {  // NaN where either is
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-DEVICE float smaller(float a, float b) {  // NaN where either is
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 DEVICE bool finite(float x) { return fabsf(x) < INF; }

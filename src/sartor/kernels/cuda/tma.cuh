@@ -54,9 +54,6 @@ template <class Tile> struct Pair : Tile {
 
   static DEVICE void load(u32 to, const TensorMap* map, u32 bar, u64 keep, int row, int head, int batch) {
     barrier_expect(bar, bytes);
-    load_into(to, map, bar, keep, row, head, batch);
-  }
-  static DEVICE void load_into(u32 to, const TensorMap* map, u32 bar, u64 keep, int row, int head, int batch) {
     UNROLL for (int part = 1; part >= 0; part--)
       UNROLL for (int c = 0; c < Tile::chunks; c++)
         tma_load(to + part * lo + c * Tile::chunk_bytes, map, bar, keep, c * (Tile::row_bytes / 2), row, head, batch, part);
