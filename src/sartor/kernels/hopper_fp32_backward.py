@@ -27,7 +27,7 @@ if launch.available():
 
 SHELVES = ("expressions", "near", "split", "wgmma")
 SIGNATURE = "MMMMPPPPPPPPPqqqPqqqPiiiifff"  # of the kernels, before the aux values
-MAX_DIM = 128
+DIMS = range(65, 129)  # the wider of the two: fewer columns leave the portable kernel its registers, more none here
 ROWS = 128  # that a block holds
 AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
@@ -40,8 +40,8 @@ class HopperFp32Backward(Fp32Backward):
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need, beside what pairs do."""
         why = super().why_not(p, dev) + hopper_forward.reasons(p, dev)
-        if max(p.dim, p.dim_v) > MAX_DIM:
-            why.append(f"needs head dims up to {MAX_DIM}, whose gradients registers hold, got {p.dim} and {p.dim_v}")
+        if max(p.dim, p.dim_v) not in DIMS:
+            why.append(f"needs head dims of which the wider is {DIMS[0]} to {DIMS[-1]}, got {p.dim} and {p.dim_v}")
         if p.program.score is not None:
             why.append(f"needs scores as they are: registers hold weights in their place, got {p.score_name}")
         if p.program.keep is not None and not expressions.is_interval_both_ways(p.program):
