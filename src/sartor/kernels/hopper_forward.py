@@ -208,8 +208,14 @@ class Measure:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory a block: tiles, barriers, jobs, aux values, and room to begin on 1024."""
+        """Dynamic shared memory a block: tiles, barriers, jobs, aux values."""
         return self._bytes(self.q_buffers)
+
+    @property
+    def mask(self) -> int:
+        """What rows attend to: 0 everything, 1 an interval that the mask's text gives, 2 anything else."""
+        program = self.p.program
+        return 0 if program.keep is None else 1 if expressions.is_interval(program) else 2
 
     @property
     def near(self) -> tuple[int, ...]:
@@ -223,12 +229,12 @@ class Measure:
         tiles = q_buffers * self.groups * q_tile + self.stages_k * k_tile + self.stages_v * self.block_n * v
         pairs = self.stages_k + self.stages_v + 2 + q_buffers * self.groups
         near = sum(self.block_n * expressions.size(self.p.program.aux[i]) + 16 for i in self.near)
-        return tiles + 16 * pairs + 2 * (16 + 32 * self.groups) + 64 * self.groups * near + 1024
+        job = 16 + (544 if self.mask == 2 else 32) * self.groups
+        return tiles + 16 * pairs + 2 * job + 64 * self.groups * near
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
-        p, program = self.p, self.p.program
-        mask = 0 if program.keep is None else 1 if expressions.is_interval(program) else 2
+        p, program, mask = self.p, self.p.program, self.mask
         width, last, width_v = self.widths
         return {
             "DIM": self.dim, "DIM_V": self.dim_v, "DIM_EXACT": -(-p.dim // 8) * 8, "COLUMNS": p.dim_v,

@@ -285,7 +285,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const float* sinks, int* work, int* marks, i64 out_batch, i64 out_head, i64 out_row, int heads_kv, int group,
                 int seqlen_q, int seqlen_kv, int tiles_head, int tiles, int section, int first, float factor, float scale,
                 float noise AUX_PARAMETERS) {
-  extern __shared__ u8 memory[];
+  extern __shared__ __align__(1024) u8 memory[];
+  // rounding changes nothing, but a base that the compiler knows costs it registers
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const Tensors t{nullptr, &k_map, &v_map, out, out_batch, out_head, out_row, lse, sinks, work};
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section};

@@ -12,10 +12,10 @@
 
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
-constexpr bool SKIPS = MASK == 1 && GROUPS > 1;  // whether warpgroups pass over key tiles that only others see
+constexpr bool SKIPS = MASK && GROUPS > 1;  // whether warpgroups pass over key tiles that only others see
 using Half = Half16<BF16>;
 using Part = Slice<ROWS>;
-using Job = Work<GROUPS>;
+using Job = Work<GROUPS, MASK == 2>;
 
 struct Tensors {
   const TensorMap *q, *k, *v;
@@ -62,6 +62,11 @@ DEVICE void describe(const Place& at, u32 slot, const Shape& n, const Aux& x) {
       const int row = (threadIdx.x & 31) + 32 * i;
       const int head = imin(part.head(row), n.group - 1), query = imin(part.query(row), n.seqlen_q - 1);
       const Span s = rows(at.batch, at.head * n.group + head, query, x, n);
+      if (MASK == 2) {
+        const bool whole = s.lo == s.full_lo && s.hi == s.full_hi;  // whether the row attends to all of it
+        shared_store(slot + Job::interval(g, row), whole ? imax(s.lo, 0) : -1);
+        shared_store(slot + Job::interval(g, row) + 4, imin(s.hi, n.seqlen_kv));
+      }
       lo = imin(lo, s.lo), own_hi = imax(own_hi, s.hi);
       full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
     }
@@ -94,6 +99,7 @@ DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x) {
     if (BALANCED && lead) next = atomicAdd(t.work, 1) + gridDim.x;
     jobs.await_empty();
     describe(locate<BALANCED>(number, n), base + AT_JOBS + jobs.stage() * Job::bytes, n, x);
+    __syncwarp();
     if (lead) barrier_arrive(jobs.full());
     jobs.next();
     number = __shfl_sync(ALL, next, 0);
@@ -148,7 +154,7 @@ struct Worker {
   const u32 base;
   const int group, warp, lane, row;  // warp: of the group's four; row: the first of this thread's two in its slice
   Rings rings;
-  int batch, head, j, begin, full_begin, full_end, skipped;  // this query tile
+  int batch = -1, head, j, begin, full_begin, full_end, skipped;  // this query tile
   Part part;
 
   DEVICE Worker(const Tensors& t, const Shape& n, const Aux& x, u32 base, int group)
@@ -161,9 +167,16 @@ struct Worker {
   DEVICE void done_k() { release(rings.k.empty()), rings.k.next(); }
   DEVICE void done_v() { release(rings.v.empty()), rings.v.next(); }
 
+  DEVICE u32 job() const { return base + AT_JOBS + rings.jobs.stage() * Job::bytes; }
+  DEVICE void done_job() {
+    __syncwarp();
+    release(rings.jobs.empty());
+    rings.jobs.next();
+  }
   DEVICE bool next_job() {
+    if (MASK == 2 && batch >= 0) done_job();  // the last tile's intervals are not read any more
     rings.jobs.await_full();
-    const u32 slot = base + AT_JOBS + rings.jobs.stage() * Job::bytes;
+    const u32 slot = job();
     auto read = [&](int at) { return __shfl_sync(ALL, shared_load(slot + at), 0); };
     const int first = read(Job::batch);
     if (first < 0) return false;
@@ -171,9 +184,7 @@ struct Worker {
     begin = read(Job::begin), j = read(Job::end) - 1;
     skipped = SKIPS ? imin(j - begin, imax(j + 1 - read(Job::own_end(group)), 0)) : 0;
     full_begin = read(Job::full_begin(group)), full_end = read(Job::full_end(group));
-    __syncwarp();
-    release(rings.jobs.empty());
-    rings.jobs.next();
+    if (MASK != 2) done_job();
     return true;
   }
 
@@ -247,16 +258,14 @@ struct Worker {
 #endif
     if ((!MASK && !RAGGED) || (j < full_end && (!LOWER || j >= full_begin))) return;
     int lo[2] = {0, 0}, hi[2] = {n.seqlen_kv, n.seqlen_kv};
-#if MASK
-    bool whole = true;  // whether both rows attend to all of the interval they attend within
+#if MASK == 1
     UNROLL for (int r = 0; r < 2; r++) {
       const Span span = rows(batch, heads[r], query[r], x, n);
       lo[r] = span.lo, hi[r] = imin(span.hi, n.seqlen_kv);
-      whole &= span.lo == span.full_lo && span.hi == span.full_hi;
     }
-#endif
-#if MASK == 2
-    if (!whole) return look_at_every_key(s, first, heads, query);
+#elif MASK == 2
+    UNROLL for (int r = 0; r < 2; r++) shared_load_pair(lo[r], hi[r], job() + Job::interval(group, row + 8 * r));
+    if (imin(lo[0], lo[1]) < 0) return look_at_every_key(s, first, heads, query);
 #endif
     UNROLL for (int r = 0; r < 2; r++) lo[r] -= first, hi[r] -= first;
     UNROLL for (int i = 0; i < BLOCK_N / 2; i++) {

@@ -101,7 +101,7 @@ DEVICE u32 shared_load_short(u32 address) {
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
   return x;
 }
-DEVICE void shared_load_pair(u32& a, u32& b, u32 address) {
+template <class T> DEVICE void shared_load_pair(T& a, T& b, u32 address) {  // T: 32 bits
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(address) : "memory");
 }
 DEVICE void copy_16_bytes(u32 to, const void* from, int bytes) {  // `bytes` of them, then zeros; this thread's to wait for
