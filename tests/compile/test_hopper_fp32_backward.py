@@ -59,8 +59,8 @@ def test_reasons():
     """Each thing the kernel cannot do is said; the portable kernel does it."""
     ids = meta(2, 1000, dtype=torch.int64)
     for p, words in (
-        (problem(136), "65 to 128"),
-        (problem(64), "65 to 128"),
+        (problem(136), "17 to 128"),
+        (problem(16), "17 to 128"),
         (problem(softcap=2.0), "got softcap"),
         (problem(alibi_slopes=meta(4)), "got alibi"),
         (problem(mask=meta(1000, dtype=torch.bool)), "one interval"),

@@ -27,7 +27,7 @@ if launch.available():
 
 SHELVES = ("expressions", "near", "split", "wgmma")
 SIGNATURE = "MMMMPPPPPPPPPqqqPqqqPiiiifff"  # of the kernels, before the aux values
-DIMS = range(65, 129)  # the wider of the two: fewer columns leave the portable kernel its registers, more none here
+DIMS = range(17, 129)  # the wider of the two: registers hold no more, and less is hardly work for a tensor core
 ROWS = 128  # that a block holds
 AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
@@ -165,9 +165,10 @@ class Ready:
 
     @classmethod
     def of(cls, p: Problem, keys: bool, sms: int) -> Ready:
-        """Everything the launches of a plan need. Few rows go to blocks of one warpgroup, with the same results."""
+        """Everything the launches of a plan need. Where each 64 rows can have an SM of their own they have, with the same
+        bits."""
         batch, length, heads = (p.batch, p.seqlen_kv, p.heads_kv) if keys else (p.batch, p.seqlen_q, p.heads_q)
-        groups = 2 if batch * heads * -(-length // ROWS) >= sms else 1
+        groups = 1 if batch * heads * -(-length // 64) <= sms else 2
         m = Measure(p, keys, groups)
         letters = SIGNATURE + expressions.signature(p.program)
         kernel = nvrtc.Kernel(m.compile(), "hopper_fp32_backward", letters, 128 * (groups + 1), m.shared_bytes)
