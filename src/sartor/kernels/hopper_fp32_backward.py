@@ -165,8 +165,7 @@ class Ready:
 
     @classmethod
     def of(cls, p: Problem, keys: bool, sms: int) -> Ready:
-        """Everything the launches of a plan need. Where each 64 rows can have an SM of their own they have, with the same
-        bits."""
+        """Everything the launches of a plan need. Each 64 rows have an SM of their own where there are that many."""
         batch, length, heads = (p.batch, p.seqlen_kv, p.heads_kv) if keys else (p.batch, p.seqlen_q, p.heads_q)
         groups = 1 if batch * heads * -(-length // 64) <= sms else 2
         m = Measure(p, keys, groups)
