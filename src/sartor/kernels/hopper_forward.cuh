@@ -16,6 +16,7 @@ using VTile = Staged<DIM_V, BLOCK_N, WIDTH_V>;
 #include "hopper_repair.cuh"
 
 constexpr int STEPS = DIM / 16;
+constexpr bool LATE = !Q_REGISTERS && STAGES_V < STAGES_K;  // whether values come after the next tile's keys
 constexpr bool AHEAD = Q_REGISTERS || Q_BUFFERS > 1;  // whether the next query tile is there before this one is done with
 
 struct Consumer : Worker {
@@ -73,6 +74,12 @@ struct Consumer : Worker {
     UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
       Wgmma<DIM_V>::rs<false, true>(o, p + 4 * k, descriptor<VTile>(values + (k * 16 * VTile::row_bytes >> 4)));
     wgmma_commit();
+  }
+  DEVICE void multiply_last() {  // the output's last share
+    rings.v.await_full();
+    pin(o), pin(p);
+    wgmma_fence();
+    multiply_pv();
   }
   DEVICE void multiply_both() {  // this tile's scores, and the last tile's share of the output; waits for the scores
     rings.k.await_full();
@@ -155,13 +162,11 @@ struct Consumer : Worker {
 #pragma unroll 1
         for (j--; j >= begin; j--) step();
         end_q();
+        if (!AHEAD) multiply_last();
         const Finished last = finish(softmax, factor);
         const bool more = next_job();
         if (!more || !AHEAD || skipped) {
-          rings.v.await_full();
-          pin(o), pin(p);
-          wgmma_fence();
-          multiply_pv();
+          if (AHEAD) multiply_last();
           wgmma_wait<0>();
           pin(o);
           done_v();
@@ -203,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int warpgroup = __shfl_sync(ALL, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
     registers_fewer<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) load<true>(base, t, n, [](int, int, int, int) {});
+    if (threadIdx.x == 0) load<true, LATE>(base, t, n, [](int, int, int, int) {});
     if (threadIdx.x >= 96) schedule(base, t, n, x);
   } else {
     registers_more<CONSUMER_REGISTERS>();

@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warp < 4) {
     registers_fewer<SPLITTER_REGISTERS>();
     if (threadIdx.x == 0)
-      load<false>(base, t, n, [&](int stage, int tile, int head, int batch) {
+      load<false, false>(base, t, n, [&](int stage, int tile, int head, int batch) {
         keys.await(base + AT_UNITS + 8 * stage, tile, head, batch);
       });
     if (warp > 0 && warp <= SPLITTERS) keys.split_some(keys.items(), base + AT_ROOM + (warp - 1) * ROOM_BYTES);

@@ -113,18 +113,24 @@ DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x) {
 }
 
 // ---- the loader: one thread that orders tiles into shared memory as room comes free. QUERIES: whether they too are its;
-// `await` returns when the keys and values of a tile are there, for a stage.
-template <bool QUERIES, class Await> DEVICE void load(u32 base, const Tensors& t, const Shape& n, Await await) {
+// LATE: values come after the next tile's keys, which are needed first and may have room sooner; `await` returns when the
+// keys and values of a tile are there, for a stage.
+template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const Tensors& t, const Shape& n, Await await) {
   Rings rings(base, 0);
+  auto load_values = [&](int j, int head, int batch) {
+    rings.v.await_empty();
+    VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, t.v, rings.v.full(), OFTEN, j * BLOCK_N, head, batch);
+    rings.v.next();
+  };
 #pragma unroll 1
   while (true) {
     rings.jobs.await_full();
     const u32 slot = base + AT_JOBS + rings.jobs.stage() * Job::bytes;
     const int batch = shared_load(slot + Job::batch), head = shared_load(slot + Job::head);
-    const int begin = shared_load(slot + Job::begin);
+    const int begin = shared_load(slot + Job::begin), last = shared_load(slot + Job::end) - 1;
     if (batch < 0) return;
 #pragma unroll 1
-    for (int j = shared_load(slot + Job::end) - 1, g = QUERIES ? 0 : GROUPS; j >= begin; j--) {
+    for (int j = last, g = QUERIES ? 0 : GROUPS; j >= begin; j--) {
       rings.k.await_empty();
       await(rings.k.stage(), j, head, batch);
       KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, t.k, rings.k.full(), OFTEN, j * BLOCK_N, head, batch);
@@ -136,10 +142,9 @@ template <bool QUERIES, class Await> DEVICE void load(u32 base, const Tensors& t
         QTile::load(base + (g * Q_BUFFERS + rings.q.stage()) * QTile::bytes, t.q, rings.q.full() + skip, ONCE,
                     shared_load(slot + Job::first_query(g)), head * n.group + shared_load(slot + Job::first_head(g)), batch);
       }
-      rings.v.await_empty();
-      VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, t.v, rings.v.full(), OFTEN, j * BLOCK_N, head, batch);
-      rings.v.next();
+      if (!LATE || j < last) load_values(j + LATE, head, batch);
     }
+    if (LATE) load_values(begin, head, batch);
     barrier_arrive(rings.jobs.empty());
     rings.jobs.next();
     rings.q.next();
