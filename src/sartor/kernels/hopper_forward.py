@@ -26,7 +26,6 @@ SHELVES = ("expressions", "near", "softmax", "split", "wgmma")
 SIGNATURE = "TTMMPPPPqqqiiiiiiiff"  # of the kernel, before the aux values
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
-SECTION_BYTES, SECTION_HEADS = 32 << 20, 32  # keys and values that tiles in flight share: in L2, but not all the same
 MARKS = 4  # where they begin in the workspace, after the scheduler's counters
 
 
@@ -127,6 +126,12 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
     """The tensor with its last dim a multiple of 8: itself, or a copy with up to 7 columns of zeros."""
     missing = -t.shape[3] % 8
     return torch.nn.functional.pad(t, (0, missing)) if missing else t
+
+
+def section(p: Problem) -> int:
+    """Heads whose tiles are in flight together: their keys and values stay in L2, but not all tiles read the same."""
+    room, least = (64 << 20, 16) if p.dim <= 64 else (32 << 20, 32)
+    return max(least, min(room // (2 * p.seqlen_kv * (p.dim + p.dim_v)), 8192 // p.dim))
 
 
 def width(dim: int, few: int) -> int:
@@ -273,8 +278,6 @@ class Ready:
         slices = -(-p.seqlen_q // m.rows) * -(-p.group // (64 // m.rows))
         tiles_head = -(-slices // m.groups)
         tiles = tiles_head * p.heads_kv * p.batch
-        head_bytes = 2 * p.seqlen_kv * (p.dim + p.dim_v)
-        section = max(SECTION_HEADS, min(SECTION_BYTES // head_bytes, 8192 // p.dim))
         plain = p.program.score is None and p.softmax_scale > 0
         factor = p.softmax_scale * launch.LOG2_E if plain else launch.LOG2_E
         shape = (*launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv)
@@ -283,7 +286,7 @@ class Ready:
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
         reads = any(isinstance(value, torch.Tensor) for value in x.aux)
-        numbers = (*shape, tiles_head, tiles, section, factor, p.softmax_scale)
+        numbers = (*shape, tiles_head, tiles, section(p), factor, p.softmax_scale)
         return cls(
             p, kernel, min(tiles, sms), numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,
             () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks,
