@@ -5,12 +5,12 @@
 // tensor core's own additions cut off bits, which a sum over all keys would show. The rest is as in hopper_forward.cuh.
 //
 // Nothing is split beforehand. A warp splits its own queries. Keys and values, which many read, are split into global
-// memory by warps that have nothing else to do, ahead of who needs them, and by all warps before the first product: so
+// memory by two warps that have nothing else to do, ahead of who needs them, and by all warps before the first product: so
 // most of the time that it takes is hidden behind the products.
 //
 // Tiles that pairs do not do are marked, to be computed again. Beside the measure of cuda/forward.cuh: DIM (a multiple of
 // 16, as DIM_V is), DIM_EXACT (columns of q and k in memory), WIDTH, WIDTH_V (columns a swizzled chunk), VECTOR (rows
-// begin and end on 16 bytes), SPLITTERS (warps that split all the time), HUGE_SCORE (log2). ROWS is 64.
+// begin and end on 16 bytes), HUGE_SCORE (log2). ROWS is 64.
 #pragma once
 
 using QTile = Pair<Staged<DIM, 64, WIDTH>>;
@@ -25,20 +25,20 @@ constexpr int STEPS = DIM / 16, WARPS = THREADS / 32;
 constexpr int WIDE_TILE = BLOCK_N + DIM_V, PARTED = GROUPS == 3 ? 512 : 504;
 constexpr int OTHER_REGISTERS = GROUPS < 3 ? (WIDE_TILE > 128 ? 232 : 216) : WIDE_TILE > 64 ? 96 + (WIDE_TILE + 15) / 16 * 8 : 128;
 constexpr int SPLITTER_REGISTERS = PARTED - (GROUPS == 3 ? 3 : 2) * OTHER_REGISTERS;
-// After what cuda/forward.cuh has in shared memory: units of a stage's keys and values, and rooms for splitting. There are
-// more rooms, in the place of the tiles, before the first tile comes.
+// After what cuda/forward.cuh has in shared memory: units of a stage's keys and values, and room for a team that splits.
+// There is more, in the place of the tiles, before the first tile comes.
 constexpr int AT_UNITS = AT_NEAR + 4 * GROUPS * NEAR_BYTES, AT_ROOM = (AT_UNITS + 8 * STAGES_K + 15) & ~15;
-constexpr int ROOM_BYTES = SplitK::bytes > SplitV::bytes ? SplitK::bytes : SplitV::bytes;
-constexpr int ROOMS = AT_ROOM / ROOM_BYTES + SPLITTERS, HELPERS = ROOMS < WARPS ? ROOMS : WARPS;
+constexpr int ROOM_BYTES = TEAM_BYTES + (SplitK::bytes > SplitV::bytes ? SplitK::bytes : SplitV::bytes);
+constexpr int ROOMS = AT_ROOM / ROOM_BYTES + 1, TEAMS = ROOMS < WARPS / 2 ? ROOMS : WARPS / 2;  // before the first tile
 
-// Keys and values, and the pairs that are made of them, a key tile of one of both at a time. Warps claim these items in the
+// Keys and values, and the pairs that are made of them, a key tile of one of both at a time. Teams claim these items in the
 // order in which they are wanted, so that what somebody waits for is being worked on, whichever blocks have begun.
 struct Keys {
   const Shape& n;
   Source k, v;
   u16 *k_pairs, *v_pairs;  // (batch, heads, seqlen_kv, 2 * pitch)
   u64* units;              // (batch, heads, key tiles), of k in the low word, of v in the high one; 0 until the pairs are there
-  int* claims;             // [next item, warps that are done]
+  int* work;               // [-, -, next item, teams that are done]
 
   DEVICE int tiles() const { return ceil_div(n.seqlen_kv, BLOCK_N); }
   DEVICE int items() const { return 2 * (n.tiles / n.tiles_head) * tiles(); }
@@ -46,32 +46,32 @@ struct Keys {
     return units + (i64(batch) * n.heads_kv + head) * tiles() + tile;
   }
 
-  DEVICE void split_one(int item, u32 room) const {
-    const Shape order{n.heads_kv, 0, 0, 0, tiles(), items() / 2, BALANCED ? n.section : 1};
-    const Place at = locate<true>(item / 2, order);  // the last keys first, as they are read
+  DEVICE void split_one(int item, const Team& team) const {
+    const Shape order{n.heads_kv, 0, 0, 0, tiles(), items() / 2, n.section};
+    Place at = locate<BALANCED>(item / 2, order);
+    if (!BALANCED) at.tile = tiles() - 1 - at.tile;  // the last keys first, as they are read
     const i64 row = i64(at.tile) * BLOCK_N, to = (i64(at.batch) * n.heads_kv + at.head) * n.seqlen_kv + row;
-    const int rows = imin(n.seqlen_kv - int(row), BLOCK_N), lane = threadIdx.x & 31;
+    const int rows = imin(n.seqlen_kv - int(row), BLOCK_N);
     const Source& x = item % 2 ? v : k;
     const float* from = x.at + at.batch * x.batch + at.head * x.head + row * x.row;
-    const float unit = item % 2 ? SplitV::run(from, x.row, rows, v_pairs + to * (2 * SplitV::PITCH), room)
-                                : SplitK::run(from, x.row, rows, k_pairs + to * (2 * SplitK::PITCH), room);
-    global_fence();
-    __syncwarp();
+    const float unit = item % 2 ? SplitV::run(team, from, x.row, rows, v_pairs + to * (2 * SplitV::PITCH))
+                                : SplitK::run(team, from, x.row, rows, k_pairs + to * (2 * SplitK::PITCH));
     const u64 bits = u32(__float_as_int(unit));
-    if (lane == 0) global_set(this->unit(at.batch, at.head, at.tile), item % 2 ? bits << 32 : bits);
+    if (team.thread == 0) global_set(this->unit(at.batch, at.head, at.tile), item % 2 ? bits << 32 : bits);
   }
-  // Items that nobody has claimed, while they are before `limit`
-  DEVICE void split_some(int limit, u32 room) const {
-    const bool lead = (threadIdx.x & 31) == 0;
+  // The next item that nobody has claimed, if that is before `limit`
+  DEVICE int claim(int limit) const {
+    return static_cast<volatile int*>(work)[2] < limit ? atomicAdd(work + 2, 1) : items();
+  }
+  DEVICE void split_some(int limit, const Team& team) const {
+    const bool lead = team.thread == 0;
 #pragma unroll 1
     while (true) {
-      int item = items();
-      if (lead && *static_cast<volatile int*>(claims) < limit) item = atomicAdd(claims, 1);
-      item = __shfl_sync(ALL, item, 0);
+      const int item = team.tell(lead ? claim(limit) : 0);
       if (item >= items()) break;
-      split_one(item, room);
+      split_one(item, team);
     }
-    if (lead && atomicAdd(claims + 1, 1) == int(gridDim.x) * (HELPERS + SPLITTERS) - 1) claims[0] = claims[1] = 0;
+    if (lead && atomicAdd(work + 3, 1) == int(gridDim.x) * (TEAMS + 1) - 1) work[2] = work[3] = 0;
   }
 
   // For the loader: waits for the pairs of a key tile, and puts their units in place
@@ -174,6 +174,7 @@ struct Consumer : Worker {
     rings.k.await_full();
     const u32 slot = opaque(base) + AT_UNITS + 8 * rings.k.stage();
     k_unit = __int_as_float(shared_load(slot)), next = __int_as_float(shared_load(slot + 4));
+    __syncwarp();  // all lanes have read before one of them gives the stage back
   }
   DEVICE void multiply_both() {  // this tile's scores, and the last tile's share of the output; waits for the scores
     await_k();
@@ -291,11 +292,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Tensors t{nullptr, &k_map, &v_map, out, out_batch, out_head, out_row, lse, sinks, work};
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section};
   const Source queries{q, q_batch, q_head, q_row};
-  const Keys keys{n, {k, k_batch, k_head, k_row}, {v, v_batch, v_head, v_row}, k_pairs, v_pairs, units, work + 2};
+  const Keys keys{n, {k, k_batch, k_head, k_row}, {v, v_batch, v_head, v_row}, k_pairs, v_pairs, units, work};
   const Aux x{AUX_VALUES};
   const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);
-  if (warp < HELPERS) {
-    keys.split_some(first, base + warp * ROOM_BYTES);
+  if (warp < 2 * TEAMS) {
+    keys.split_some(first, Team(base + warp / 2 * ROOM_BYTES, 1 + warp / 2, warp & ~1));
     shared_fence();
   }
   __syncthreads();
@@ -307,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       load<false, false>(base, t, n, [&](int stage, int tile, int head, int batch) {
         keys.await(base + AT_UNITS + 8 * stage, tile, head, batch);
       });
-    if (warp > 0 && warp <= SPLITTERS) keys.split_some(keys.items(), base + AT_ROOM + (warp - 1) * ROOM_BYTES);
+    if (warp == 1 || warp == 2) keys.split_some(keys.items(), Team(base + AT_ROOM, 8, 1));
     if (warp == 3) schedule(base, t, n, x);
   } else {
     registers_more<OTHER_REGISTERS>();

@@ -27,6 +27,7 @@ if launch.available():
 SIGNATURE = "MMPqqqPqqqPqqqPPPPPPPPqqqiiiiiiiifff"  # of the kernel, before the aux values
 MAX_DIM_V = 128
 FEW_TILES = 8  # a head's query tiles that use up its keys faster than two warps a block split them
+SECTION_HEADS = 16  # that are worked on at the same time, at least
 
 
 class HopperFp32:
@@ -135,23 +136,19 @@ class Measure(hopper_forward.Measure):
 
     @property
     def room_bytes(self) -> int:
-        """Shared memory in which a warp splits a key tile: rows of a power of two columns, or of 128s."""
+        """Shared memory in which two warps split a key tile: rows of a power of two columns, or of 128s."""
         wide = max(self.p.dim, self.p.dim_v, 8)
-        return 4 * self.block_n * (-(-wide // 128) * 128 if wide > 128 else 1 << (wide - 1).bit_length())
-
-    @property
-    def splitters(self) -> int:
-        """Warps a block that split keys and values all the time."""
-        return 2 if self.room_bytes <= 16 << 10 else 1
+        columns = -(-wide // 128) * 128 if wide > 128 else 1 << (wide - 1).bit_length()
+        return max(4 * self.block_n * columns, 1024) + 16
 
     def _bytes(self, q_buffers: int) -> int:
-        return super()._bytes(q_buffers) + 8 * self.stages_k + 16 + self.splitters * self.room_bytes
+        return super()._bytes(q_buffers) + 8 * self.stages_k + 16 + self.room_bytes
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
         p = self.p
         return super().defines() | {
-            "DIM_EXACT": p.dim, "SPLITTERS": self.splitters, "TURNS": 0,
+            "DIM_EXACT": p.dim, "TURNS": 0,
             "VECTOR": int(p.rows_on_16_bytes and p.dim % 4 == 0 and p.dim_v % 4 == 0),
             "HUGE_SCORE": f"{products.HUGE.value}f",
         }  # fmt: skip
@@ -178,8 +175,8 @@ class Ready:
         tiles_head = -(-(-(-p.seqlen_q // 64) * p.group) // m.groups)
         tiles = tiles_head * p.heads_kv * p.batch
         items = 2 * p.batch * p.heads_kv * -(-p.seqlen_kv // m.block_n)
-        first = items if tiles_head < FEW_TILES else min(items, 4 * sms * m.groups)
-        section = max(1, (32 << 20) // (4 * p.seqlen_kv * (p.dim + p.dim_v)))  # heads whose keys fit the L2 cache
+        first = items if tiles_head < FEW_TILES else min(items, 4 * sms)
+        section = max(SECTION_HEADS, (32 << 20) // (4 * p.seqlen_kv * (p.dim + p.dim_v)))  # 32 MB of keys and values
         plain = p.program.score is None and p.softmax_scale > 0
         factor = p.softmax_scale * launch.LOG2_E if plain else launch.LOG2_E
         noise = abs(p.softmax_scale) * launch.LOG2_E * products.NOISE.value * p.dim**0.5 / products.RESOLVED.value

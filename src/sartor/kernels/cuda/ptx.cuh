@@ -64,13 +64,13 @@ template <int COUNT> struct Ring {
   DEVICE void next() { turn = turn == 2 * COUNT - 1 ? 0 : turn + 1; }
 };
 
-// ---- named barriers, and a vote of a warpgroup (128 threads) in one instruction
+// ---- named barriers, and a vote, of a warpgroup by default, in one instruction
 DEVICE void group_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void group_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE bool group_any(int id, bool mine) {
+DEVICE bool group_any(int id, bool mine, int threads = 128) {
   u32 any = mine;
-  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %0, 0; bar.red.or.pred q, %1, 128, p; selp.u32 %0, 1, 0, q;}"
-               : "+r"(any) : "r"(id) : "memory");
+  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %0, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
+               : "+r"(any) : "r"(id), "r"(threads) : "memory");
   return __any_sync(ALL, any);  // tells the compiler that the answer is uniform
 }
 

@@ -13,14 +13,35 @@ DEVICE float unit_of(float top) { return top < INF ? power_of_two(top).down : __
 
 struct Source { const float* at; i64 batch, head, row; };  // (batch, heads, rows, columns) by strides, in elements
 
-// The pairs of COUNT rows, by one warp, with room in shared memory. STRICT: whether a row or a column that would lose bits
-// makes the unit NaN. VECTOR: rows begin on 16 bytes, and end on them.
+// Two warps that split together, `room` in shared memory of theirs, and a named barrier
+struct Team {
+  const u32 room;  // TEAM_BYTES that they tell each other by, then what a Splitter needs
+  const int id, thread;
+  DEVICE Team(u32 room, int id, int first_warp) : room(room), id(id), thread(threadIdx.x - 32 * first_warp) {}
+
+  DEVICE float largest(float x) const {
+    x = __int_as_float(warp_max(__float_as_int(x)));
+    if (thread % 32 == 0) shared_store(room + thread / 8, __float_as_int(x));
+    group_sync(id, 64);
+    return fmaxf(__int_as_float(shared_load(room)), __int_as_float(shared_load(room + 4)));
+  }
+  DEVICE int tell(int x) const {  // what the first thread has
+    if (thread == 0) shared_store(room + 8, x);
+    group_sync(id, 64);
+    return shared_load(room + 8);
+  }
+  DEVICE bool any(bool x) const { return group_any(id, x, 64); }
+};
+constexpr int TEAM_BYTES = 16;
+
+// The pairs of COUNT rows, by a team. STRICT: whether a row, or a warp's half of a column, that would lose bits makes the
+// unit NaN. VECTOR: rows begin on 16 bytes, and end on them.
 template <int COLUMNS, int COUNT, bool VECTOR, bool STRICT> struct Splitter {
   static constexpr int PITCH = ceil_div(COLUMNS, 8) * 8;
   static constexpr int LANES = PITCH > 64 ? 32 : PITCH > 32 ? 16 : PITCH > 16 ? 8 : PITCH > 8 ? 4 : 2;  // threads a row
-  static constexpr int CHUNKS = ceil_div(PITCH, 4 * LANES), ABREAST = 32 / LANES, STEPS = COUNT / ABREAST;
-  static constexpr int bytes = STEPS * CHUNKS * 512;  // a thread reads what it copied, 16 bytes of each chunk of a row
-  static constexpr float ROOM = 1.f / 32768;          // parts/split.py
+  static constexpr int CHUNKS = ceil_div(PITCH, 4 * LANES), ABREAST = 64 / LANES, STEPS = ceil_div(COUNT, ABREAST);
+  static constexpr int STEP_BYTES = 1024, bytes = STEPS * CHUNKS * STEP_BYTES;  // a thread reads what it copied, 16 bytes a step
+  static constexpr float ROOM = 1.f / 32768;  // parts/split.py
 
   DEVICE static float over_row(float x) {  // the largest of a row's threads
     if constexpr (LANES == 32) x = __int_as_float(warp_max(__float_as_int(x)));
@@ -36,7 +57,7 @@ template <int COLUMNS, int COUNT, bool VECTOR, bool STRICT> struct Splitter {
   DEVICE static void fetch(const float* from, i64 stride, int rows, int column, u32 room) {
 #pragma unroll 4
     for (int i = 0; i < STEPS; i++, from += ABREAST * stride, rows -= ABREAST)
-      UNROLL for (int c = 0; c < CHUNKS; c++, room += 512) {
+      UNROLL for (int c = 0; c < CHUNKS; c++, room += STEP_BYTES) {
         const int left = rows > 0 ? COLUMNS - column - c * 4 * LANES : 0;
         if (VECTOR) copy_16_bytes(room, from + c * 4 * LANES, left > 0 ? 16 : 0);
         else UNROLL for (int e = 0; e < 4; e++) copy_4_bytes(room + 4 * e, from + c * 4 * LANES + e, left > e ? 4 : 0);
@@ -44,12 +65,12 @@ template <int COLUMNS, int COUNT, bool VECTOR, bool STRICT> struct Splitter {
     await_copies();
   }
 
-  DEVICE static float largest(u32 room, bool& lossy) {
+  DEVICE static float largest(const Team& team, u32 room, bool& lossy) {
     float top = 0.f, least = INF, by_column[CHUNKS][4] = {};  // least: of the rows and columns that are not 0
 #pragma unroll 4
     for (int i = 0; i < STEPS; i++) {
       float by_row = 0.f;
-      UNROLL for (int c = 0; c < CHUNKS; c++, room += 512) {
+      UNROLL for (int c = 0; c < CHUNKS; c++, room += STEP_BYTES) {
         const float4 x = shared_load_four(room);
         by_row = fmaxf(fmaxf(by_row, fmaxf(fabsf(x.x), fabsf(x.y))), fmaxf(fabsf(x.z), fabsf(x.w)));
         if (STRICT) {
@@ -64,28 +85,29 @@ template <int COLUMNS, int COUNT, bool VECTOR, bool STRICT> struct Splitter {
       }
       top = fmaxf(top, by_row);
     }
-    top = __int_as_float(warp_max(__float_as_int(top)));
+    top = team.largest(top);
     if (STRICT) {
       UNROLL for (int c = 0; c < CHUNKS; c++)
         UNROLL for (int e = 0; e < 4; e++) {
           const float most = over_column(by_column[c][e]);
           if (most > 0.f) least = fminf(least, most);
         }
-      lossy = __any_sync(ALL, least < top * ROOM);
+      lossy = least < top * ROOM;
     }
     return top;
   }
 
-  // Writes the pairs of `rows` rows, COUNT at most, and returns their unit
-  DEVICE static float run(const float* from, i64 stride, int rows, u16* to, u32 room) {
-    const int lane = threadIdx.x & 31, row = lane / LANES, column = 4 * (lane % LANES);
-    room += 16 * lane, rows -= row, to += row * (2 * PITCH) + column;
+  // Writes the pairs of `rows` rows, COUNT at most, for wgmma to read, and returns their unit
+  DEVICE static float run(const Team& team, const float* from, i64 stride, int rows, u16* to) {
+    const int thread = opaque(team.thread), row = thread / LANES, column = 4 * (thread % LANES);
+    u32 room = team.room + TEAM_BYTES + 16 * thread;
+    rows -= row, to += row * (2 * PITCH) + column;
     fetch(from + row * stride + column, stride, rows, column, room);
     bool lossy = false;
-    const float top = largest(room, lossy), up = power_of_two(top).up;
+    const float top = largest(team, room, lossy), up = power_of_two(top).up;
 #pragma unroll 4
     for (int i = 0; i < STEPS; i++, rows -= ABREAST, to += ABREAST * 2 * PITCH)
-      UNROLL for (int c = 0; c < CHUNKS; c++, room += 512) {
+      UNROLL for (int c = 0; c < CHUNKS; c++, room += STEP_BYTES) {
         const float4 x = shared_load_four(room);
         uint2 hi, lo;
         split(x.x * up, x.y * up, hi.x, lo.x), split(x.z * up, x.w * up, hi.y, lo.y);
@@ -93,6 +115,7 @@ template <int COLUMNS, int COUNT, bool VECTOR, bool STRICT> struct Splitter {
         u16* at = to + c * 4 * LANES;
         *reinterpret_cast<uint2*>(at) = hi, *reinterpret_cast<uint2*>(at + PITCH) = lo;
       }
-    return lossy ? __int_as_float(0x7fffffff) : unit_of(top);
+    global_fence();
+    return team.any(lossy) ? __int_as_float(0x7fffffff) : unit_of(top);
   }
 };
