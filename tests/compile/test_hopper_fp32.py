@@ -13,6 +13,7 @@ from sartor import kernels, mods, nvrtc
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Tile
 from sartor.problem import Call, Problem
+from sartor.tuning import table
 
 if nvrtc.missing():
     pytest.skip(nvrtc.missing(), allow_module_level=True)
@@ -88,6 +89,18 @@ def test_dims(dim):
 def test_dim_v(dim, dim_v):
     p = problem(dim, dim_v, causal=True)
     check(p, first_tile(p))
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "causal", "rows"),
+    [(96, 4096, False, 192), (2, 16384, False, 128), (4, 2048, False, 64), (2, 16384, True, 128), (4, 1024, True, 64)],
+)
+def test_few_tiles_have_fewer_queries(heads, length, causal, rows):
+    """So that no SM idles. Their keys stay, and with them every bit of a result."""
+    p = problem(64, heads=(heads // 2, heads // 2), lengths=(length, length), causal=causal)
+    tile, _ = table.lookup(SPEC, p, DEVICE)
+    assert (tile.block_m, tile.block_n) == (rows, 128 if causal else 64)
+    assert tile in list(SPEC.tiles(p, DEVICE))
 
 
 def test_three_products_in_float16():

@@ -6,6 +6,7 @@ queries that pairs do not do, and those of `fp32_forward` over what is marked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ if launch.available():
 SIGNATURE = "MMPqqqPqqqPqqqPPPPPPPPqqqiiiiiiiifff"  # of the kernel, before the aux values
 MAX_DIM_V = 128
 FEW_TILES = 8  # a head's query tiles that use up its keys faster than two warps a block split them
+STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
 SECTION_HEADS = 16  # that are worked on at the same time, at least
 
 
@@ -56,6 +58,18 @@ class HopperFp32:
                     fits = m.accumulators + reads <= (128 if groups == 3 else 192)
                     if fits and m.shared_bytes <= launch.room(dev):
                         yield m.tile
+
+    def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
+        """The tile with fewer queries, where few tiles leave SMs idle. Its keys stay, and with them every result."""
+        slices, heads, sms = -(-p.seqlen_q // 64) * p.group, p.batch * p.heads_kv, dev.sm_count
+
+        def time(groups: int) -> float:
+            rounds = -(-slices // groups) * heads / (sms or 1)
+            return STEP[groups] * (math.ceil(rounds) if p.program.keep is None else max(rounds, 1.0))
+
+        most = tile.block_m // 64
+        groups = min(range(most, 0, -1), key=time) if sms else most
+        return replace(tile, block_m=64 * groups, warps=4 * (groups + 1))
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory a block takes."""

@@ -74,4 +74,6 @@ def lookup(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile | None, str]
     if first is None:
         return None, ""
     row = find(spec, p, dev)
-    return (row.tile, row.source) if row else (first, "first legal tile")
+    tile, source = (row.tile, row.source) if row else (first, "first legal tile")
+    suited = getattr(spec, "suited", None)  # to how many tiles there are
+    return (suited(p, dev, tile) if suited else tile), source
