@@ -40,8 +40,9 @@ struct Keys {
   u64* units;              // (batch, heads, key tiles), of k in the low word, of v in the high one; 0 until the pairs are there
   int* work;               // [-, -, next item, teams that are done]
 
-  DEVICE int tiles() const { return ceil_div(n.seqlen_kv, BLOCK_N); }
-  DEVICE int items() const { return 2 * (n.tiles / n.tiles_head) * tiles(); }
+  // Made anew each time: a warp that splits has as few as 32 registers
+  DEVICE int tiles() const { return ceil_div(opaque(n.seqlen_kv), BLOCK_N); }
+  DEVICE int items() const { return 2 * (opaque(n.tiles) / n.tiles_head) * tiles(); }
   DEVICE u64* unit(int batch, int head, int tile) const {
     return units + (i64(batch) * n.heads_kv + head) * tiles() + tile;
   }
@@ -83,6 +84,17 @@ struct Keys {
     shared_store(slot, int(both)), shared_store(slot + 4, int(both >> 32));
   }
 };
+
+// Brings the queries of a tile to L2 while the one before is worked on, where the mask is an interval: without one it was slower
+DEVICE void expect(const Source& q, const Place& at, const Shape& n) {
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; MASK == 1 && VECTOR && i < 64 * GROUPS; i += 32) {
+    const Part part = Part::number(at.tile * GROUPS + i / 64, n);
+    const int query = part.query(i % 64);
+    const float* from = q.at + at.batch * q.batch + (at.head * n.group + part.first_head) * q.head + query * q.row;
+    if (query < n.seqlen_q) global_prefetch(from, 4 * DIM_EXACT);
+  }
+}
 
 struct Consumer : Worker {
   const Source& q;
@@ -173,8 +185,9 @@ struct Consumer : Worker {
   DEVICE void await_k() {
     rings.k.await_full();
     const u32 slot = opaque(base) + AT_UNITS + 8 * rings.k.stage();
-    k_unit = __int_as_float(shared_load(slot)), next = __int_as_float(shared_load(slot + 4));
-    __syncwarp();  // all lanes have read before one of them gives the stage back
+    // read by the lane that gives the stage back
+    if (lane == 0) k_unit = __int_as_float(shared_load(slot)), next = __int_as_float(shared_load(slot + 4));
+    k_unit = __shfl_sync(ALL, k_unit, 0), next = __shfl_sync(ALL, next, 0);
   }
   DEVICE void multiply_both() {  // this tile's scores, and the last tile's share of the output; waits for the scores
     await_k();
@@ -309,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         keys.await(base + AT_UNITS + 8 * stage, tile, head, batch);
       });
     if (warp == 1 || warp == 2) keys.split_some(keys.items(), Team(base + AT_ROOM, 8, 1));
-    if (warp == 3) schedule(base, t, n, x);
+    if (warp == 3) schedule(base, t, n, x, [&](const Place& at) { expect(queries, at, n); });
   } else {
     registers_more<OTHER_REGISTERS>();
     Consumer(t, queries, n, x, factor, scale, noise, marks, base, warp / 4 - 1).run();

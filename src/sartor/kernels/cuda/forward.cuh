@@ -89,7 +89,8 @@ DEVICE void describe(const Place& at, u32 slot, const Shape& n, const Aux& x) {
   }
 }
 
-DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x) {
+struct Silent { DEVICE void operator()(const Place&) const {} };
+template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x, Tell tell = {}) {
   Ring<2> jobs = Rings(base, 0).jobs;
   const bool lead = (threadIdx.x & 31) == 0;
   int number = blockIdx.x;
@@ -98,9 +99,11 @@ DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x) {
     int next = number + gridDim.x;
     if (BALANCED && lead) next = atomicAdd(t.work, 1) + gridDim.x;
     jobs.await_empty();
-    describe(locate<BALANCED>(number, n), base + AT_JOBS + jobs.stage() * Job::bytes, n, x);
+    const Place at = locate<BALANCED>(number, n);
+    describe(at, base + AT_JOBS + jobs.stage() * Job::bytes, n, x);
     __syncwarp();
     if (lead) barrier_arrive(jobs.full());
+    tell(at);
     jobs.next();
     number = __shfl_sync(ALL, next, 0);
   }

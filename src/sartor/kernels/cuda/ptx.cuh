@@ -134,6 +134,10 @@ DEVICE float2 global_load_pair(const float* p) {
   return x;
 }
 
+DEVICE void global_prefetch(const void* p, u32 bytes) {  // to L2, from 16 bytes on
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
+
 // ---- between blocks: a word whose bits say that what was written before they were set is there; and what makes threads'
 // writes visible to the copy engine and to wgmma
 DEVICE u64 global_acquire(const u64* p) {
