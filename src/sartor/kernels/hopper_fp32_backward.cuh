@@ -191,7 +191,10 @@ struct Consumer {
   DEVICE void release(u32 bar) const {
     if (lane == 0) barrier_arrive(bar);
   }
-  DEVICE void done_x() { release(rings.x.empty()), rings.x.next(); }
+  DEVICE void done_x() {
+    __syncwarp();  // all lanes have read what goes with its rows
+    release(rings.x.empty()), rings.x.next();
+  }
   DEVICE void done_y() { release(rings.y.empty()), rings.y.next(); }
   DEVICE u32 rows_at() const { return opaque(base) + AT_ROWS + rings.x.stage() * ROWS_BYTES; }
   DEVICE static float read(u32 at) { return __int_as_float(shared_load(at)); }
