@@ -124,7 +124,7 @@ def _curve_panel(axis: Any, records: list[Record], key: str, slopes: tuple[int, 
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     lengths = sorted({r.seqlen_kv for r in records})
-    axis.set_xticks(lengths, [_length(n) for n in lengths])
+    axis.set_xticks(lengths, _labels(lengths))
     axis.minorticks_off()
     _label_rates(axis)
     _label_ends(axis, ends, seen, lengths)
@@ -141,7 +141,7 @@ def _label_ends(axis: Any, ends: list[tuple[float, float, str]], seen: list[str]
     for _, y, _ in ends:
         shares.append(max((math.log10(y) - low) / (high - low), shares[-1] + gap if shares else 0.0))
     for i in reversed(range(len(shares))):
-        shares[i] = min(shares[i], 0.99 - gap * (len(shares) - 1 - i))
+        shares[i] = min(shares[i], 0.97 - gap * (len(shares) - 1 - i))
     for share, (_, _, provider) in zip(shares, ends, strict=True):
         weight = "bold" if provider == "sartor" else "normal"
         axis.annotate(
@@ -167,7 +167,7 @@ def head_dims(records: list[Record], folder: Path) -> list[Path]:
     """TFLOP/s for each head dim, grouped bars, with the measured matrix-product ceiling as a line."""
     import matplotlib.pyplot as plt
 
-    panels = _panels(records, lambda r: (r.mode, r.dtype, r.mask))
+    panels = _panels(sorted(records, key=lambda r: r.mode != "fwd"), lambda r: (r.mode, r.dtype, r.mask))
     figure, axes = plt.subplots(len(panels), 1, figsize=(11, 3.7 * len(panels)), squeeze=False)
     for axis, ((mode, dtype, mask), found) in zip(axes.flat, panels.items(), strict=True):
         _bars(axis, found, [r.dim for r in found])
@@ -176,7 +176,7 @@ def head_dims(records: list[Record], folder: Path) -> list[Path]:
         axis.set_title(f"{_mode(mode)}, {mask}, {dtype}, B={first.batch} H={first.heads_q} N={first.seqlen_q}")
         axis.set_ylabel("TFLOP/s of useful work")
     axes.flat[-1].set_xlabel("head dim")
-    axes.flat[0].legend(ncols=5, loc="upper left", bbox_to_anchor=(0, 1.0), fontsize=9)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside upper left", ncols=6, fontsize=9.5)
     return [save(figure, folder, f"{records[-1].suite}-tflops", records)]
 
 
@@ -205,12 +205,16 @@ def grid(records: list[Record], folder: Path) -> list[Path]:
         figure, axes = plt.subplots(
             rows, columns, figsize=(3.9 * columns + 0.6, 3.2 * rows + 0.5), squeeze=False, sharey=True
         )
+        for axis in axes.flat[len(panels) :]:
+            axis.set_visible(False)
         for axis, ((mask, dim, h, kv), group) in zip(axes.flat, panels.items(), strict=False):
             places = [(r.seqlen_kv, r.batch if mode == "decode" else 0) for r in group]
             _bars(axis, group, places, key)
             labels = [_length(n) + (f"\nbatch {b}" if b else "") for n, b in sorted(set(places))]
             axis.set_xticks(range(len(labels)), labels)
-            axis.set_title(f"D={dim}, {mask}" + (f", heads {h} on {kv}" if h != kv else ""))
+            twins = len([k for k in panels if k[:2] == (mask, dim) and k[2] == k[3]])
+            heads = f", heads {h} on {kv}" if h != kv else f", H={h}" if twins > 1 else ""
+            axis.set_title(f"D={dim}, {mask}{heads}")
         axes.flat[0].set_ylim(0, 1.12 * max(getattr(r, key) or 0 for r in found) or 1)
         for axis in axes.flat:
             _ceiling(axis, records, dtype, key)
@@ -223,7 +227,8 @@ def grid(records: list[Record], folder: Path) -> list[Path]:
 
 
 def _ceiling(axis: Any, records: list[Record], dtype: str, key: str = "tflops") -> None:
-    """The measured rate of a matrix product or a copy; the axis is raised to it when the bars stay readable."""
+    """The measured rate of a matrix product or a copy, named at the left, where bars are mostly short; the axis is
+    raised to it when they stay readable."""
     ceilings = [r for r in records if r.mode == CEILINGS and r.dtype in (dtype, "")]
     peaks = [getattr(r, key) for r in ceilings if getattr(r, key)]
     what = "copy" if key == "gbps" else "matrix product"
@@ -233,7 +238,7 @@ def _ceiling(axis: Any, records: list[Record], dtype: str, key: str = "tflops") 
         axis.axhline(peaks[-1], color="#555555", linewidth=1, linestyle=(0, (5, 3)), zorder=2)
         text = f"{what} {peaks[-1]:.0f}" if peaks[-1] >= 10 else f"{what} {peaks[-1]:.3g}"
         at: Any = ("axes fraction", "data")
-        axis.annotate(text, (1, peaks[-1]), xycoords=at, ha="right", va="bottom", fontsize=8, color="#555555")
+        axis.annotate(text, (0.01, peaks[-1]), xycoords=at, va="bottom", fontsize=8, color="#555555")
 
 
 def save(figure: Any, folder: Path, name: str, records: list[Record]) -> Path:
@@ -251,6 +256,18 @@ def save(figure: Any, folder: Path, name: str, records: list[Record]) -> Path:
 
 def _mode(mode: str) -> str:
     return {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward + backward"}.get(mode, mode)
+
+
+def _labels(lengths: list[int]) -> list[str]:
+    """Names of lengths on a log axis; none where it would touch the one before."""
+    import math
+
+    least, last, names = 0.07 * math.log(lengths[-1] / lengths[0]), 0, list[str]()
+    for n in lengths:
+        apart = not last or math.log(n / last) > least
+        names.append(_length(n) if apart else "")
+        last = n if apart else last
+    return names
 
 
 def _length(n: int) -> str:
