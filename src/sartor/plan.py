@@ -41,33 +41,46 @@ def choose_backward(p: Problem, dev: Device) -> Plan:
 
 
 def _first(names: tuple[str, ...], p: Problem, dev: Device) -> Plan:
-    reasons: dict[str, list[str]] = {}
+    refused, name = _walk(names, p, dev)
+    if name is None:
+        raise Unsupported(p, refused)
+    spec = kernels.load(name)
+    tile, source = table.lookup(spec, p, dev)
+    return Plan(spec, p, dev, tile, source)
+
+
+def _walk(names: tuple[str, ...], p: Problem, dev: Device) -> tuple[dict[str, list[str]], str | None]:
+    """The first kernel without reasons against it, if there is one, and the reasons against those before it."""
+    refused: dict[str, list[str]] = {}
     for name in names:
-        spec = kernels.load(name)
-        reasons[name] = spec.why_not(p, dev)
-        if not reasons[name]:
-            tile, source = table.lookup(spec, p, dev)
-            return Plan(spec, p, dev, tile, source)
-    raise Unsupported(p, reasons)
+        why = kernels.load(name).why_not(p, dev)
+        if not why:
+            return refused, name
+        refused[name] = why
+    return refused, None
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The walk of `choose` in words; `str()` prints it."""
+    """The walks of `choose` and `choose_backward` in words; `str()` prints them."""
 
     problem: Problem
     device: Device
     refused: dict[str, list[str]]
     plan: Plan | None
+    refused_backward: dict[str, list[str]]
     backward: Plan | None
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.problem}", f"device: {self.device.name}"]
-        for name, why in self.refused.items():
-            lines += [f"  {name}: no, {reason}" for reason in why]
-        lines += ["  forward:  " + _in_words(self.plan), "  backward: " + _in_words(self.backward)]
+        lines += [*_told(self.refused), "  forward:  " + _in_words(self.plan)]
+        lines += [*_told(self.refused_backward), "  backward: " + _in_words(self.backward)]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def _told(refused: dict[str, list[str]]) -> list[str]:
+    return [f"  {name}: no, {reason}" for name, why in refused.items() for reason in why]
 
 
 def _in_words(plan: Plan | None) -> str:
@@ -83,18 +96,10 @@ def _in_words(plan: Plan | None) -> str:
 
 def explain(p: Problem, dev: Device) -> Explanation:
     """Why the plan for `p` is what it is; never raises Unsupported, the explanation then has no plan."""
-    refused: dict[str, list[str]] = {}
-    for name in candidates(p):
-        refused[name] = kernels.load(name).why_not(p, dev)
-        if not refused[name]:
-            del refused[name]
-            break
-    plan = backward = None
-    try:
-        plan = choose(p, dev)
-        backward = choose_backward(p, dev)
-    except Unsupported as error:
-        refused |= error.reasons
+    refused, name = _walk(candidates(p), p, dev)
+    plan = choose(p, dev) if name else None
+    refused_backward, name = _walk(plan.kernel.backwards, p, dev) if plan else ({}, None)  # type: ignore[attr-defined]
+    backward = choose_backward(p, dev) if name else None
     notes = [f"{name} is copied once: its last dim is not dense" for name in p.copies]
     notes += [note for chosen in (plan, backward) if chosen is not None for note in chosen.notes]
-    return Explanation(p, dev, refused, plan, backward, tuple(notes))
+    return Explanation(p, dev, refused, plan, refused_backward, backward, tuple(notes))

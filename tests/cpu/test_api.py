@@ -93,6 +93,16 @@ def test_explain_for_another_device():
     assert "NVIDIA H200" in str(sartor.explain(q, k, v, device=ARCHITECTURES[90]))
 
 
+def test_explain_says_why_not_another_backward():
+    q = torch.empty(1, 100, 2, 64, device="meta")
+    options = {"mask": sartor.mods.document(torch.empty(1, 100, dtype=torch.int64, device="meta"))}
+    walk = sartor.explain(q, q, q, device=ARCHITECTURES[90], **options)
+    assert any("got document" in why for why in walk.refused_backward["hopper_fp32_backward"])
+    lines = str(walk).splitlines()
+    assert lines[-1 - len(walk.notes) - 1].startswith("  backward: fp32_backward")
+    assert any(line.startswith("  hopper_fp32_backward: no, ") for line in lines)
+
+
 def test_explain_says_what_a_block_holds():
     """The tiles and the shared memory of both passes, as the kernels' own model counts it; less than padded."""
     q = torch.empty(1, 4096, 2, 96, dtype=torch.bfloat16, device="meta")
