@@ -41,21 +41,21 @@ def choose_backward(p: Problem, dev: Device) -> Plan:
 
 
 def _first(names: tuple[str, ...], p: Problem, dev: Device) -> Plan:
-    refused, name = _walk(names, p, dev)
-    if name is None:
+    refused, plan = _walk(names, p, dev)
+    if plan is None:
         raise Unsupported(p, refused)
-    spec = kernels.load(name)
-    tile, source = table.lookup(spec, p, dev)
-    return Plan(spec, p, dev, tile, source)
+    return plan
 
 
-def _walk(names: tuple[str, ...], p: Problem, dev: Device) -> tuple[dict[str, list[str]], str | None]:
-    """The first kernel without reasons against it, if there is one, and the reasons against those before it."""
+def _walk(names: tuple[str, ...], p: Problem, dev: Device) -> tuple[dict[str, list[str]], Plan | None]:
+    """The reasons against kernels, up to the first one against which there are none; and that one's plan, if any."""
     refused: dict[str, list[str]] = {}
     for name in names:
-        why = kernels.load(name).why_not(p, dev)
+        spec = kernels.load(name)
+        why = spec.why_not(p, dev)
         if not why:
-            return refused, name
+            tile, source = table.lookup(spec, p, dev)
+            return refused, Plan(spec, p, dev, tile, source)
         refused[name] = why
     return refused, None
 
@@ -96,10 +96,8 @@ def _in_words(plan: Plan | None) -> str:
 
 def explain(p: Problem, dev: Device) -> Explanation:
     """Why the plan for `p` is what it is; never raises Unsupported, the explanation then has no plan."""
-    refused, name = _walk(candidates(p), p, dev)
-    plan = choose(p, dev) if name else None
-    refused_backward, name = _walk(plan.kernel.backwards, p, dev) if plan else ({}, None)  # type: ignore[attr-defined]
-    backward = choose_backward(p, dev) if name else None
+    refused, plan = _walk(candidates(p), p, dev)
+    refused_backward, backward = _walk(plan.kernel.backwards, p, dev) if plan else ({}, None)  # type: ignore[attr-defined]
     notes = [f"{name} is copied once: its last dim is not dense" for name in p.copies]
     notes += [note for chosen in (plan, backward) if chosen is not None for note in chosen.notes]
     return Explanation(p, dev, refused, plan, refused_backward, backward, tuple(notes))

@@ -156,6 +156,6 @@ def allocate_out(p: Problem, q: torch.Tensor, layout: str = "bshd") -> torch.Ten
     if layout == "bhsd":
         return allocate_out(p, q.transpose(1, 2)).transpose(1, 2)
     b, sq, hq, dv = p.batch, p.seqlen_q, p.heads_q, p.dim_v
-    if sq > 1 and hq > 1 and q.stride(2) > q.stride(1):
+    if heads_outermost(q):
         return torch.empty((b, hq, sq, dv), dtype=p.out_dtype, device=q.device).transpose(1, 2)
     return torch.empty((b, sq, hq, dv), dtype=p.out_dtype, device=q.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,17 +81,12 @@ def errors(records: list[Record], folder: Path) -> list[Path]:
 def _curves(
     records: list[Record], folder: Path, name: str, key: str, label: str, slopes: tuple[int, ...]
 ) -> list[Path]:
-    import matplotlib.pyplot as plt
-
     panels = _panels(records, lambda r: (r.mode, r.dtype, r.mask, r.batch, r.heads_q, r.dim, r.data))
     panels = {k: v for k, v in panels.items() if len({r.seqlen_kv for r in v}) > 1}
     if not panels:
         return []
     columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns + 0.9, 3.9 * rows), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
+    figure, axes = _subplots(len(panels), columns, (4.6, 3.9), (0.9, 0.0))
     for i, (axis, ((mode, dtype, mask, b, h, d, _), found)) in enumerate(zip(axes.flat, panels.items(), strict=False)):
         _curve_panel(axis, found, key, slopes)
         axis.set_title(f"{_mode(mode)}, {mask}, {dtype}\nB={b} H={h} D={d}")
@@ -98,6 +94,20 @@ def _curves(
         if i % columns == 0:
             axis.set_ylabel(label)
     return [save(figure, folder, f"{records[-1].suite}-{name}", records)]
+
+
+def _subplots(
+    count: int, columns: int, size: tuple[float, float], margin: tuple[float, float], **options: Any
+) -> tuple[Any, Any]:
+    """A figure and its axes, row by row, as many as there are panels; the rest are not seen. Sizes are in inches."""
+    import matplotlib.pyplot as plt
+
+    rows = -(-count // columns)
+    figsize = size[0] * columns + margin[0], size[1] * rows + margin[1]
+    figure, axes = plt.subplots(rows, columns, figsize=figsize, squeeze=False, **options)
+    for axis in axes.flat[count:]:
+        axis.set_visible(False)
+    return figure, axes
 
 
 def _label_rates(axis: Any) -> None:
@@ -133,8 +143,6 @@ def _curve_panel(axis: Any, records: list[Record], key: str, slopes: tuple[int, 
 
 def _label_ends(axis: Any, ends: list[tuple[float, float, str]], seen: list[str], lengths: list[int]) -> None:
     """Names at the ends of their lines, moved apart where they would overlap; positions are shares of the log axis."""
-    import math
-
     low, high = (math.log10(v) for v in axis.get_ylim())
     gap, shares = 0.058, list[float]()
     ends = sorted(ends, key=lambda end: end[1])
@@ -194,19 +202,12 @@ def _bars(axis: Any, records: list[Record], groups: list[Any], key: str = "tflop
 
 def grid(records: list[Record], folder: Path) -> list[Path]:
     """TFLOP/s (decode: GB/s) against length, a panel for each head dim and mask, a file for each mode and dtype."""
-    import matplotlib.pyplot as plt
-
     files = []
     for (mode, dtype), found in _panels(records, lambda r: (r.mode, r.dtype)).items():
         panels = _panels(found, lambda r: (r.mask, r.dim, r.heads_q, r.heads_kv))
         key, unit = ("gbps", "GB/s") if mode == "decode" else ("tflops", "TFLOP/s")
         columns = min(4, len({k[1:] for k in panels}))
-        rows = -(-len(panels) // columns)
-        figure, axes = plt.subplots(
-            rows, columns, figsize=(3.9 * columns + 0.6, 3.2 * rows + 0.5), squeeze=False, sharey=True
-        )
-        for axis in axes.flat[len(panels) :]:
-            axis.set_visible(False)
+        figure, axes = _subplots(len(panels), columns, (3.9, 3.2), (0.6, 0.5), sharey=True)
         for axis, ((mask, dim, h, kv), group) in zip(axes.flat, panels.items(), strict=False):
             places = [(r.seqlen_kv, r.batch if mode == "decode" else 0) for r in group]
             _bars(axis, group, places, key)
@@ -260,8 +261,6 @@ def _mode(mode: str) -> str:
 
 def _labels(lengths: list[int]) -> list[str]:
     """Names of lengths on a log axis; none where it would touch the one before."""
-    import math
-
     least, last, names = 0.07 * math.log(lengths[-1] / lengths[0]), 0, list[str]()
     for n in lengths:
         apart = not last or math.log(n / last) > least

@@ -63,16 +63,16 @@ def interleave(
     if not runs:
         return {}
     clock: _CudaClock | _HostClock = _CudaClock(device, cold_l2) if device.type == "cuda" else _HostClock()
-    turn_s = 1e-3 * (clock.turn_ms if budget.turn_ms is None else budget.turn_ms)
+    turn_ms = clock.turn_ms if budget.turn_ms is None else budget.turn_ms
     warm = {name: clock.warm_up(run, budget.warmup_ms) for name, run in runs.items()}  # ms a call
     timings = {name: Timing() for name in runs}
     shuffle = random.Random(seed).shuffle
 
     def turn(name: str) -> list[float]:
         calls = 1 if cold_l2 else max(1, min(64, round(clock.sample_ms / warm[name])))
-        batch = max(1, min(round(500 * turn_s / (calls * warm[name])), QUEUE // (calls + 2)))  # half a turn, at most
+        batch = max(1, min(round(0.5 * turn_ms / (calls * warm[name])), QUEUE // (calls + 2)))  # half a turn, at most
         samples: list[float] = []
-        end = time.perf_counter() + turn_s
+        end = time.perf_counter() + turn_ms * 1e-3
         while not samples or time.perf_counter() < end:
             samples += clock.measure(runs[name], calls, batch)
         return samples
