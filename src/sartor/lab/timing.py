@@ -137,7 +137,7 @@ class _CudaClock:
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self.flush = torch.empty(2 * l2_bytes, dtype=torch.int8, device=device) if cold_l2 else None
         self.spin_per_ms = self._spin_rate()
-        self.enqueue_us: dict[int, float] = {}  # of each candidate, by identity
+        self.ahead_ms: dict[int, float] = {}  # host time of a call less most of its device time, by the call's identity
 
     def _spin_rate(self) -> float:
         """Cycles of torch's spinning kernel in a millisecond."""
@@ -166,7 +166,7 @@ class _CudaClock:
         end.record()
         end.synchronize()
         ms = max(float(start.elapsed_time(end)) / 2, 1e-3)
-        self.enqueue_us[id(run)] = host_us
+        self.ahead_ms[id(run)] = 1.2e-3 * host_us - 0.8 * ms
         for _ in range(min(int(warmup_ms / ms), 500)):
             run()
         torch.cuda.synchronize(self.device)
@@ -175,8 +175,8 @@ class _CudaClock:
     def measure(self, run: Run, calls: int, batch: int) -> list[float]:
         """Milliseconds per call, of `batch` samples of so many calls, all enqueued before the first one starts."""
         events = [(self._event(), self._event()) for _ in range(batch)]
-        host_ms = (self.enqueue_us[id(run)] * calls + 15) * batch * 1e-3
-        torch.cuda._sleep(int(self.spin_per_ms * min(1.2 * host_ms + 0.1, 100.0)))  # type: ignore[no-untyped-call]
+        ahead_ms = max(self.ahead_ms[id(run)] * calls + 0.02, 0.0) * batch  # not where the device is the slower one: no rest
+        torch.cuda._sleep(int(self.spin_per_ms * min(ahead_ms + 0.1, 100.0)))  # type: ignore[no-untyped-call]
         for start, end in events:
             if self.flush is not None:
                 self.flush.zero_()
