@@ -6,7 +6,8 @@
 // both tiles of queries.
 //
 // Beside the measure of cuda/forward.cuh: DIM (a multiple of 16; DIM_V is one of 8), WIDTH, WIDTH_V (columns a swizzled
-// chunk), LAST (columns of a narrower last chunk of q and k, or 0), Q_REGISTERS, DIM_EXACT (the head dim, padded to 8).
+// chunk), LAST (columns of a narrower last chunk of q and k, or 0), Q_REGISTERS, DIM_EXACT (the head dim, padded to 8),
+// STAGED (the copy engine stores the output).
 #pragma once
 
 using QTile = Staged<DIM, 64, WIDTH, LAST>;
@@ -18,10 +19,16 @@ using VTile = Staged<DIM_V, BLOCK_N, WIDTH_V>;
 constexpr int STEPS = DIM / 16;
 constexpr bool LATE = !Q_REGISTERS && STAGES_V < STAGES_K;  // whether values come after the next tile's keys
 constexpr bool AHEAD = Q_REGISTERS || Q_BUFFERS > 1;  // whether the next query tile is there before this one is done with
+constexpr bool EARLY = !AHEAD || SCORE;  // normalisers at once, or when the next product is under way: it wants registers
+// The output as it is staged, in place of a tile that is read no more: q's, or each warpgroup in its part of the last
+// values'; and how many of its chunks there is room for at a time
+using OutTile = Staged<DIM_V, 64, WIDTH_V>;
+constexpr int CHUNKS = imin((AHEAD ? QTile::bytes : VTile::bytes / GROUPS) / OutTile::chunk_bytes, OutTile::chunks);
+static_assert(!STAGED || CHUNKS > 0);
 
 struct Consumer : Worker {
   const float factor, scale;
-  Softmax<BLOCK_N, BF16> softmax;
+  Softmax<BLOCK_N, BF16, SINKS> softmax;
   float s[BLOCK_N / 2], o[DIM_V / 2];  // scores, then weights; output
   u32 p[BLOCK_N / 4];                  // weights as the A operand of P V
 #if MASK
@@ -44,17 +51,10 @@ struct Consumer : Worker {
       load_matrix(piece, q_tile() + QTile::chunk(k) + QTile::swizzled(r, k, lane >> 4));
     }
     __syncwarp();
-    release(rings.q.empty());
     pin(q);
-    rings.q.next();
 #endif
   }
-  DEVICE void end_q() {
-#if !Q_REGISTERS
-    release(rings.q.empty());
-    rings.q.next();
-#endif
-  }
+  DEVICE void end_q() { release(rings.q.empty()), rings.q.next(); }
 
   DEVICE void multiply_qk() {  // s = Q K^T
     const u32 keys = along_k(base + AT_K) + rings.k.stage() * (KTile::bytes >> 4);
@@ -81,7 +81,7 @@ struct Consumer : Worker {
     wgmma_fence();
     multiply_pv();
   }
-  DEVICE void multiply_both() {  // this tile's scores, and the last tile's share of the output; waits for the scores
+  DEVICE void begin_both() {  // this tile's scores, and the last tile's share of the output
     rings.k.await_full();
     pin(o), pin(p);
     await_turn();
@@ -91,8 +91,6 @@ struct Consumer : Worker {
     wgmma_fence();
     multiply_pv();
     pass_turn();
-    wgmma_wait<1>();
-    pin(s);
   }
 
   DEVICE void start() {  // the softmax of a query tile's first key tile
@@ -108,7 +106,9 @@ struct Consumer : Worker {
   }
 
   DEVICE void step() {
-    multiply_both();
+    begin_both();
+    wgmma_wait<1>();
+    pin(s);
     prepare(s, scale);
     const Guess guess = softmax.speculate(s, factor);
     const bool wrong = group_any(1 + group, guess.wrong[0] || guess.wrong[1]);
@@ -129,18 +129,114 @@ struct Consumer : Worker {
     pack();
   }
 
-  DEVICE void store(const Finished& f) {
+  DEVICE void stage(int row, int head, int batch, u32 room) {  // a warp its own rows, the first of which is `row`
+    const int own = warp * 16 + (lane & 15);
+    UNROLL for (int c = 0; c < OutTile::chunks; c += CHUNKS) {
+      const int end = imin(c + CHUNKS, OutTile::chunks);
+      if (c) await_stores_read(), __syncwarp();
+      UNROLL for (int k = c * OutTile::per_chunk; k < imin(end * OutTile::per_chunk, ceil_div(DIM_V, 16)); k++) {
+        u32 x[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+          const int first = 8 * k + 2 * i;
+          x[i] = first < DIM_V / 2 ? Half::pack(o[first], o[first + 1]) : 0;
+        }
+        store_matrix(room + OutTile::chunk(k) - c * OutTile::chunk_bytes + OutTile::swizzled(own, k, lane >> 4), x);
+      }
+      shared_fence();
+      __syncwarp();
+      if (lane == 0) {
+        const u32 from = room + warp * 16 * OutTile::row_bytes;
+        UNROLL for (int i = c; i < end; i++)
+          tma_store(t.out_map, from + (i - c) * OutTile::chunk_bytes, i * WIDTH_V, row, head, batch);
+        stores_end();
+      }
+    }
+  }
+
+  struct Done : Finished { int row, head, batch; };  // and the corner of this warp's part of the output
+  DEVICE Done done() const {
+    return {finished(), part.first_query + 16 * warp, head * n.group + part.first_head, batch};
+  }
+  DEVICE void scale_output(const Done& f) {
     UNROLL for (int r = 0; r < 2; r++)
       UNROLL for (int i = 0; i < DIM_V / 8; i++)
         UNROLL for (int e = 0; e < 2; e++) o[4 * i + 2 * r + e] *= f.inverse[r];
 #if MASK
-    float test[2] = {0.f, 0.f};  // stays 0 unless something is not finite
-    UNROLL for (int i = 0; i < DIM_V / 2; i++) test[i / 2 % 2] = fmaf(o[i], 0.f, test[i / 2 % 2]);
-    const bool lost = (f.real[0] && test[0] != 0.f) || (f.real[1] && test[1] != 0.f);
+    u32 test[2] = {0, 0};  // stays 0 unless something is not finite as it is stored
+    UNROLL for (int i = 0; i < DIM_V / 4; i++)
+      test[i % 2] = Half::add_zero_times(test[i % 2], Half::pack(o[2 * i], o[2 * i + 1]));
+    const bool lost = (f.real[0] && test[0]) || (f.real[1] && test[1]);
     if (__any_sync(ALL, lost)) marks.add(4 * f.mark + warp, t.work);
 #endif
-    UNROLL for (int r = 0; r < 2; r++) store_row(o, r, f);
+  }
+  template <bool STAGE> DEVICE void store(const Done& f, u32 room = 0) {
+    if (STAGE) stage(f.row, f.head, f.batch, room);
+    else UNROLL for (int r = 0; r < 2; r++) store_row(o, r, f);
     __syncwarp();  // or else the compiler takes what follows for divergent, and stage numbers leave the uniform registers
+  }
+  DEVICE void store_over_values(const Done& f) {  // which all warpgroups have to be done with
+    if (STAGED && GROUPS > 1) group_sync(11, 128 * GROUPS);
+    store<STAGED>(f, base + AT_V + rings.v.stage() * VTile::bytes + group * CHUNKS * OutTile::chunk_bytes);
+  }
+  DEVICE void release_staged(u32 bar) const {  // one branch: two of them cost registers
+    if (lane == 0) await_stores_read(), barrier_arrive(bar);
+    __syncwarp();
+  }
+  DEVICE void done_values() {
+    STAGED ? release_staged(rings.v.empty()) : release(rings.v.empty());
+    rings.v.next();
+  }
+
+  DEVICE void first() {  // of a query tile's key tiles, when nothing else is under way
+    begin_q();
+    if (Q_REGISTERS) end_q();
+    rings.k.await_full();
+    wgmma_fence();
+    multiply_qk();
+    wgmma_wait<0>();
+    pin(s);
+    done_k();
+    start();
+    softmax.settle(factor);
+    pack(), clear();
+  }
+  DEVICE void first_with_last(Done& last) {  // along with the last product of the query tile before
+    const u32 room = q_tile(), left = rings.q.empty();  // that q has left, or will have with begin_q
+    if (!Q_REGISTERS) rings.q.next();
+    begin_q();
+    if (Q_REGISTERS) rings.q.next();
+    if (!STAGED) release(left);
+    begin_both();
+    if (!EARLY) normalise(last, softmax, factor);
+    wgmma_wait<1>();
+    pin(s);
+    done_k();
+    start();
+    keep_here(softmax.sum[0] + softmax.sum[1], -factor);
+    wgmma_wait<0>();
+    pin(o);
+    done_v();
+    scale_output(last), store<STAGED>(last, room);
+    softmax.settle(factor);
+    clear(), pack();
+    if (STAGED) release_staged(left);
+  }
+  DEVICE void first_after_last(const Done& last) {  // while that one's output is stored
+    wgmma_wait<0>();
+    pin(o);
+    begin_q();
+    rings.k.await_full();
+    pin(s);
+    wgmma_fence();
+    multiply_qk();
+    scale_output(last), store_over_values(last);
+    wgmma_wait<0>();
+    pin(s);
+    done_k();
+    start();
+    softmax.settle(factor);
+    clear(), pack();
+    done_values();
   }
 
   DEVICE void run() {
@@ -148,44 +244,31 @@ struct Consumer : Worker {
     if (TURNS && group == 0) group_arrive(8, 256);
     while (true) {
       skip();
-      begin_q();
-      rings.k.await_full();
-      wgmma_fence();
-      multiply_qk();
-      wgmma_wait<0>();
-      pin(s);
-      done_k();
-      start();
-      softmax.settle(factor);
-      pack(), clear();
+      first();
       while (true) {
 #pragma unroll 1
         for (j--; j >= begin; j--) step();
-        end_q();
-        if (!AHEAD) multiply_last();
-        const Finished last = finish(softmax, factor);
+        Done last = done();
+        if (!AHEAD) end_q(), multiply_last();
+        if (EARLY) normalise(last, softmax, factor);
         const bool more = next_job();
-        if (!more || !AHEAD || skipped) {
-          if (AHEAD) multiply_last();
+        if (!more || skipped) {
+          if (AHEAD) {
+            if (!Q_REGISTERS) end_q();
+            multiply_last();
+          }
+          if (!EARLY) normalise(last, softmax, factor);
           wgmma_wait<0>();
           pin(o);
-          done_v();
-          store(last);
+          scale_output(last);
+          if (AHEAD) done_v(), store<false>(last);
+          else store_over_values(last), done_values();
           if (!more) return;
           if (AHEAD) await_turn(), pass_turn();  // that of the product that the others do ahead
           break;
         }
-        begin_q();
-        multiply_both();
-        done_k();
-        start();
-        keep_here(softmax.sum[0] + softmax.sum[1], -factor);
-        wgmma_wait<0>();
-        pin(o);
-        done_v();
-        store(last);
-        softmax.settle(factor);
-        clear(), pack();
+        if (AHEAD) first_with_last(last);
+        else first_after_last(last);
       }
     }
   }
@@ -193,14 +276,14 @@ struct Consumer : Worker {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_forward(const __grid_constant__ TwoMaps q, const __grid_constant__ TwoMaps k,
-                   const __grid_constant__ TensorMap v, const __grid_constant__ Inputs inputs, void* out, float* lse,
-                   const float* sinks, int* work, i64 out_batch, i64 out_head, i64 out_row, int heads_kv, int group,
-                   int seqlen_q, int seqlen_kv, int tiles_head, int tiles, int section, float factor,
-                   float scale AUX_PARAMETERS) {
+                   const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out_map,
+                   const __grid_constant__ Inputs inputs, void* out, float* lse, const float* sinks, int* work,
+                   i64 out_batch, i64 out_head, i64 out_row, int heads_kv, int group, int seqlen_q, int seqlen_kv,
+                   int tiles_head, int tiles, int section, float factor, float scale AUX_PARAMETERS) {
   extern __shared__ __align__(1024) u8 memory[];
   // rounding changes nothing, but a base that the compiler knows costs it registers
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
-  const Tensors t{q.at, k.at, &v, out, out_batch, out_head, out_row, lse, sinks, work};
+  const Tensors t{q.at, k.at, &v, out, out_batch, out_head, out_row, lse, sinks, work, &out_map};
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section};
   const Aux x{AUX_VALUES};
   if (threadIdx.x == 0) Rings::init(base);
@@ -215,6 +298,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Consumer consumer(t, n, x, factor, scale, base, warpgroup - 1);
     consumer.run();
 #if MASK
+    if (STAGED && consumer.lane == 0) await_stores();  // before a row is written again
+    __syncwarp();
     u8* own_rows = memory + (consumer.q_tile() - shared_address(memory)) + consumer.warp * 16 * QTile::row_bytes;
     Repair{inputs, t, n, x, scale, consumer.warp, consumer.lane, reinterpret_cast<float*>(own_rows)}.run(consumer.marks);
 #endif

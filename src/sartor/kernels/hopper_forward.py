@@ -23,7 +23,7 @@ from sartor.problem import Problem, name_of
 
 FOLDER = Path(__file__).parent
 SHELVES = ("expressions", "near", "softmax", "split", "wgmma")
-SIGNATURE = "TTMMPPPPqqqiiiiiiiff"  # of the kernel, before the aux values
+SIGNATURE = "TTMMMPPPPqqqiiiiiiiff"  # of the kernel, before the aux values
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
 MARKS = 4  # where they begin in the workspace, after the scheduler's counters
@@ -51,9 +51,10 @@ class HopperForward:
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first."""
         measures = (Measure.of(p, Tile(64 * g, n, 4 * (g + 1), s)) for g, n, s in _grid(p))
+        plain = p.program.score is None
         for m in measures:
-            registers = m.accumulators + 8 * len(m.near)
-            if registers <= (128 if m.groups == 3 else 192) and m.shared_bytes <= launch.room(dev):
+            most = 192 if m.groups < 3 else 132 if plain and m.mask < 2 else 128
+            if m.accumulators + 8 * len(m.near) <= most and m.shared_bytes <= launch.room(dev):
                 yield m.tile
 
     def shared_bytes(self, plan: Plan) -> int:
@@ -212,6 +213,15 @@ class Measure:
         return 2 if two else 1
 
     @property
+    def staged(self) -> bool:
+        """Whether the copy engine stores the output, from shared memory: where rows allow it, registers suffice, and
+        ptxas leaves products under way beside it (not beside chunks of 32 columns)."""
+        p, ahead = self.p, self.q_registers or self.q_buffers > 1
+        rows = p.out_dtype == p.dtype and p.dim_v % 8 == 0 and self.rows == 64
+        free = self.dim <= 128 if ahead else self.widths[2] != 32
+        return rows and free and p.program.score is None and self.mask < 2
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory a block: tiles, barriers, jobs, aux values."""
         return self._bytes(self.q_buffers)
@@ -251,6 +261,7 @@ class Measure:
             "BALANCED": int(mask > 0), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
             "TURNS": int(self.groups > 1 and not self.q_registers),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32),
+            "STAGED": int(self.staged),
         }  # fmt: skip
 
 
@@ -266,6 +277,7 @@ class Ready:
     strides: tuple[tuple[int, int, int], ...]  # of q, k, v, where rows may need repair: batch, head, row
     marks: int
     maps: tuple[nvrtc.TensorMaps, ...]  # of q, k, v
+    out_maps: nvrtc.TensorMaps | None  # of a warp's rows of out, if the copy engine stores them
     lse: torch.Tensor  # one number, expanded to lse's shape: `empty_like` parses less than `empty`
     spaces: dict[int, torch.Tensor] = field(default_factory=dict)  # the scheduler's counters and the marks
 
@@ -291,6 +303,7 @@ class Ready:
             p, kernel, min(tiles, sms), numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,
             () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks,
             (_maps(q, slice_, width, last), _maps(k, tile, width, last), _maps(v, tile, width_v)),
+            _maps(out, (16, 1), width_v) if m.staged else None,
             torch.empty(1, device=q.device).expand(p.batch, p.heads_q, p.seqlen_q),
         )  # fmt: skip
 
@@ -307,9 +320,11 @@ class Ready:
             work = stream_zeros(self.spaces, MARKS + self.marks, q.device)
             of_q, of_k, of_v = self.strides
             inputs = INPUTS.pack(at_q, *of_q, at_k, *of_k, at_v, *of_v)
+        at_out = out.data_ptr()
         self.kernel.launch(self.grid, (
-            maps_q[at_q], maps_k[at_k], maps_v[at_v], inputs,
-            out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0 if x.sinks is None else x.sinks.data_ptr(),
+            maps_q[at_q], maps_k[at_k], maps_v[at_v],
+            b"" if self.out_maps is None else self.out_maps[at_out], inputs,
+            at_out, 0 if lse is None else lse.data_ptr(), 0 if x.sinks is None else x.sinks.data_ptr(),
             0 if work is None else work.data_ptr(), *self.numbers,
             *(expressions.arguments(x.aux, p.program) if self.reads else ()),
         ))  # fmt: skip

@@ -285,7 +285,8 @@ struct Consumer : Worker {
       pin(share), pin(hi), pin(lo);
       wgmma_fence();
       multiply_pv();
-      const Finished last = finish(softmax, factor);
+      Finished last = finished();
+      normalise(last, softmax, factor);
       promote();
       store(last, lost(last));
     }

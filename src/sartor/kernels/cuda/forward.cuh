@@ -16,6 +16,7 @@ constexpr bool SKIPS = MASK && GROUPS > 1;  // whether warpgroups pass over key 
 using Half = Half16<BF16>;
 using Part = Slice<ROWS>;
 using Job = Work<GROUPS, MASK == 2>;
+constexpr int TELLERS = MASK == 2 ? 32 : 1;  // lanes that arrive for a warp at a job's barriers: all, if all write and read it
 
 struct Tensors {
   const TensorMap *q, *k, *v;
@@ -24,6 +25,7 @@ struct Tensors {
   float* lse;        // (batch, heads, seqlen_q), or null
   const float* sinks;  // (heads,)
   int* work;         // [next tile, blocks that are done, -, -]
+  const TensorMap* out_map;  // of a warp's 16 rows, where the copy engine stores them
 };
 
 // ---- shared memory: tiles first, then pairs of barriers (full, empty), then jobs
@@ -43,7 +45,7 @@ struct Rings {
 
   static DEVICE void init(u32 base) {  // by one thread
     Rings rings(base, 0);
-    rings.k.init(4 * GROUPS), rings.v.init(4 * GROUPS), rings.jobs.init(4 * GROUPS + 1);
+    rings.k.init(4 * GROUPS), rings.v.init(4 * GROUPS), rings.jobs.init(4 * TELLERS * GROUPS + 1, TELLERS);
     for (int g = 0; g < GROUPS; g++) Rings(base, g).q.init(4);
     barrier_publish();
   }
@@ -92,7 +94,8 @@ DEVICE void describe(const Place& at, u32 slot, const Shape& n, const Aux& x) {
 struct Silent { DEVICE void operator()(const Place&) const {} };
 template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x, Tell tell = {}) {
   Ring<2> jobs = Rings(base, 0).jobs;
-  const bool lead = (threadIdx.x & 31) == 0;
+  const int lane = threadIdx.x & 31;
+  const bool lead = lane == 0;
   int number = blockIdx.x;
 #pragma unroll 1
   while (number < n.tiles) {
@@ -102,17 +105,16 @@ template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, 
     const Place at = locate<BALANCED>(number, n);
     describe(at, base + AT_JOBS + jobs.stage() * Job::bytes, n, x);
     __syncwarp();
-    if (lead) barrier_arrive(jobs.full());
+    if (lane < TELLERS) barrier_arrive(jobs.full());
     tell(at);
     jobs.next();
     number = __shfl_sync(ALL, next, 0);
   }
   jobs.await_empty();
-  if (lead) {
-    shared_store(base + AT_JOBS + jobs.stage() * Job::bytes, -1);
-    barrier_arrive(jobs.full());
-    if (BALANCED && atomicAdd(t.work + 1, 1) == int(gridDim.x) - 1) t.work[0] = t.work[1] = 0;  // as the next launch needs
-  }
+  if (lead) shared_store(base + AT_JOBS + jobs.stage() * Job::bytes, -1);
+  __syncwarp();
+  if (lane < TELLERS) barrier_arrive(jobs.full());
+  if (BALANCED && lead && atomicAdd(t.work + 1, 1) == int(gridDim.x) - 1) t.work[0] = t.work[1] = 0;  // for the next launch
 }
 
 // ---- the loader: one thread that orders tiles into shared memory as room comes free. QUERIES: whether they too are its;
@@ -178,7 +180,7 @@ struct Worker {
   DEVICE u32 job() const { return base + AT_JOBS + rings.jobs.stage() * Job::bytes; }
   DEVICE void done_job() {
     __syncwarp();
-    release(rings.jobs.empty());
+    if (lane < TELLERS) barrier_arrive(rings.jobs.empty());
     rings.jobs.next();
   }
   DEVICE bool next_job() {
@@ -284,31 +286,32 @@ struct Worker {
 
   // What is left of a finished query tile: its place, its normalisers
   struct Finished {
-    float inverse[2];
-    i64 place;
+    float inverse[2], sink[2];
+    i64 place, lse_place[2];
     int mark;  // the number of its slice: of 64 queries of a head, its last ones first
     bool real[2];
   };
-  template <class Softmax> DEVICE Finished finish(Softmax& softmax, float factor) const {
+  DEVICE Finished finished() const {
     Finished f;
-    i64 place[2];
-    float sink[2] = {-INF, -INF}, lse[2];
     UNROLL for (int r = 0; r < 2; r++) {
       const int query = part.query(row + 8 * r), in_batch = head * n.group + part.head(row + 8 * r);
       const int flat = batch * n.heads_kv * n.group + in_batch;
       f.real[r] = part.real(row + 8 * r, n);
-      place[r] = i64(flat) * n.seqlen_q + query;
+      f.lse_place[r] = i64(flat) * n.seqlen_q + query;
       if (r == 0) {
         const int first = flat - part.head(row) + part.first_head;
         f.place = batch * t.out_batch + in_batch * t.out_head + query * t.out_row;
         f.mark = (first + 1) * ceil_div(n.seqlen_q, 64) - 1 - part.first_query / 64;
       }
-      if (SINKS && f.real[r]) sink[r] = t.sinks[in_batch];
+      f.sink[r] = SINKS && f.real[r] ? t.sinks[in_batch] : -INF;
     }
-    softmax.finish(factor, sink, f.inverse, lse);
-    UNROLL for (int r = 0; r < 2; r++)
-      if (t.lse && f.real[r] && (lane & 3) == 0) t.lse[place[r]] = lse[r];
     return f;
+  }
+  template <class Softmax> DEVICE void normalise(Finished& f, Softmax& softmax, float factor) const {
+    float lse[2];
+    softmax.finish(factor, f.sink, f.inverse, lse);
+    UNROLL for (int r = 0; r < 2; r++)
+      if (t.lse && f.real[r] && (lane & 3) == 0) t.lse[f.lse_place[r]] = lse[r];
   }
 
   // from a thread's first row to its second, eight on

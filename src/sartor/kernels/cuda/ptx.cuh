@@ -15,10 +15,8 @@ constexpr float MOST = 3.4028234663852886e38f, LEAST = 1.1754943508222875e-38f; 
 #define INF __int_as_float(0x7f800000)
 constexpr u32 ALL = 0xffffffffu;  // every lane of a warp
 
-
-
-DEVICE int imin(int a, int b) { return a < b ? a : b; }
-DEVICE int imax(int a, int b) { return a > b ? a : b; }
+DEVICE constexpr int imin(int a, int b) { return a < b ? a : b; }
+DEVICE constexpr int imax(int a, int b) { return a > b ? a : b; }
 DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 DEVICE u32 shared_address(const void* p) {
@@ -56,8 +54,8 @@ template <int COUNT> struct Ring {
   DEVICE int parity() const { return turn >= COUNT; }
   DEVICE u32 full() const { return bars + 16 * stage(); }
   DEVICE u32 empty() const { return bars + 16 * stage() + 8; }
-  DEVICE void init(int readers) const {
-    for (int i = 0; i < COUNT; i++) barrier_init(bars + 16 * i, 1), barrier_init(bars + 16 * i + 8, readers);
+  DEVICE void init(int readers, int writers = 1) const {
+    for (int i = 0; i < COUNT; i++) barrier_init(bars + 16 * i, writers), barrier_init(bars + 16 * i + 8, readers);
   }
   DEVICE void await_full() const { barrier_wait(full(), parity()); }
   DEVICE void await_empty() const { barrier_wait(empty(), parity() ^ 1); }
@@ -120,6 +118,11 @@ DEVICE float4 shared_load_four(u32 address) {
 DEVICE void load_matrix(u32 (&x)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
+}
+
+DEVICE void store_matrix(u32 address, const u32 (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+               ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
 // ---- global memory, read at this very place and no later
@@ -195,6 +198,11 @@ template <> struct Half16<true> {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
   }
+  static DEVICE u32 add_zero_times(u32 x, u32 y) {  // pairs: x stays 0 while y is finite
+    u32 z;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(y), "r"(0), "r"(x));
+    return z;
+  }
   static DEVICE float widen(u16 x) { return __int_as_float(u32(x) << 16); }
 };
 template <> struct Half16<false> {
@@ -202,6 +210,11 @@ template <> struct Half16<false> {
     u32 x;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
+  }
+  static DEVICE u32 add_zero_times(u32 x, u32 y) {  // pairs: x stays 0 while y is finite
+    u32 z;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(y), "r"(0), "r"(x));
+    return z;
   }
   static DEVICE float widen(u16 x) {
     float y;

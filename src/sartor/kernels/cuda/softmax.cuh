@@ -25,11 +25,12 @@ DEVICE float quad_sum(float x) {
 // weights stay in range (docs/numerics.md, "Speculation"), so later tiles need no maximum.
 struct Guess { float before[2]; bool wrong[2]; };  // of a thread's two rows: the sums before, and whether it failed
 
-template <int N, bool BF16> struct Softmax {
+template <int N, bool BF16, bool SINK> struct Softmax {
   // bfloat16 weights have float32's range: a reference above the maximum leaves room for scores that grow. float16's
   // have not.
   static constexpr float margin = BF16 ? 30.f : 4.f, limit = BF16 ? 1.0995116e12f : 32768.f;
   static constexpr float steep = 2048.f;  // references beyond this are too coarse to be subtracted after scaling
+  static constexpr float fine = 256.f;    // up to this a lone key's weight is off by 2^-17 at most
   // A key whose weight is this many times all others of its row leaves it no other: its own weight has to be exact, a
   // power of two, as it is after a correction. Below, rounding the normalised weights would cost as much.
   static constexpr float dominant = BF16 ? 512.f : 4096.f;
@@ -44,9 +45,21 @@ template <int N, bool BF16> struct Softmax {
   }
 
   DEVICE void start(float (&s)[N / 2], float factor) {
-    UNROLL for (int r = 0; r < 2; r++) top[r] = fmaxf(quad_max(tile_max(s, r)), -MOST), sum[r] = 0.f;
+    float from[2];
+    bool coarse[2];
+    UNROLL for (int r = 0; r < 2; r++) {
+      top[r] = fmaxf(quad_max(tile_max(s, r)), -MOST), sum[r] = 0.f;
+      from[r] = -reference(r, factor);
+      coarse[r] = !(fabsf(from[r]) <= fine);
+    }
+    if (__any_sync(ALL, coarse[0] || coarse[1]))  // these rows subtract before scaling; the others subtract 0
+      UNROLL for (int r = 0; r < 2; r++) {
+        const float less = coarse[r] ? top[r] : 0.f;
+        if (coarse[r]) from[r] = -margin;
+        UNROLL for (int i = r; i < N / 4; i += 2) s[2 * i] -= less, s[2 * i + 1] -= less;
+      }
     UNROLL for (int i = 0; i < N / 8; i++) {
-      UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e] - top[e / 2], factor, -margin));
+      UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e], factor, from[e / 2]));
       UNROLL for (int r = 0; r < 2; r++) sum[r] += s[4 * i + 2 * r] + s[4 * i + 2 * r + 1];
     }
   }
@@ -98,14 +111,16 @@ template <int N, bool BF16> struct Softmax {
     }
   }
 
-  // Normaliser and natural-log lse of each row; `sink` is one more logit, -inf for none
+  // Normaliser and natural-log lse of each row; `sink` is one more logit, if there are any
   DEVICE void finish(float factor, const float (&sink)[2], float (&inverse)[2], float (&lse)[2]) {
     UNROLL for (int r = 0; r < 2; r++) {
-      float l = quad_sum(sum[r]);
-      const float base = fmaf(top[r], factor, margin);
-      const float highest = fmaxf(fmaxf(base, sink[r] * LOG2_E), -MOST), shrink = power2(base - highest);
-      l = l * shrink + power2(sink[r] * LOG2_E - highest);
-      inverse[r] = l == 0.f ? 0.f : shrink / l;
+      float l = quad_sum(sum[r]), highest = fmaf(top[r], factor, margin), shrink = 1.f;
+      if (SINK) {
+        const float base = highest;
+        highest = fmaxf(fmaxf(base, sink[r] * LOG2_E), -MOST), shrink = power2(base - highest);
+        l = l * shrink + power2(sink[r] * LOG2_E - highest);
+      }
+      inverse[r] = l == 0.f ? 0.f : shrink * reciprocal(l);
       lse[r] = l == 0.f ? -INF : (highest + logarithm2(l)) * LN_2;
     }
   }

@@ -1,4 +1,4 @@
-// The copy engine: tiles of a 4-d tensor (columns, rows, heads, batch) into swizzled shared memory.
+// The copy engine: tiles of a 4-d tensor (columns, rows, heads, batch) into swizzled shared memory, and back.
 #pragma once
 #include "cuda/ptx.cuh"
 
@@ -14,6 +14,14 @@ DEVICE void tma_load(u32 to, const TensorMap* map, u32 bar, u64 keep, int column
       "[%0], [%1, {%4,%5,%6,%7}], [%2], %3;" ::"r"(to), "l"(map), "r"(bar), "l"(keep), "r"(column), "r"(row), "r"(head),
       "r"(batch) : "memory");
 }
+DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];"
+               ::"l"(map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+// Of a thread's stores: they are all there; shared memory has been read; global memory has been written
+DEVICE void stores_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+DEVICE void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // A tile of ROWS rows lies in shared memory as chunks of WIDTH columns (16-bit elements), each ROWS x WIDTH with the
 // swizzle of its row length: 64 columns 128 bytes, 32 columns 64 bytes, 16 columns 32 bytes. Columns beyond the tensor's
