@@ -109,8 +109,7 @@ struct Consumer : Worker {
 
   DEVICE Consumer(const Tensors& t, const Source& q, const Shape& n, const Aux& x, float factor, float scale, float noise,
                   int* marks, u32 base, int group)
-      : Worker(t, n, x, base, group), q(q), factor(factor), scale(scale), noise(noise), marks(marks),
-        softmax(SCORE || PRESCALE ? 1.f : scale) {}
+      : Worker(t, n, x, base, group), q(q), factor(factor), scale(scale), noise(noise), marks(marks) {}
 
   // Columns 16 * k to 16 * k + 15 of this thread's two queries, as an A operand has them
   DEVICE void fetch(float2 (&x)[4], int k, int row) const {
@@ -208,17 +207,17 @@ struct Consumer : Worker {
     UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] = fmaf(share[i], v_unit, o[i]);
   }
 
-  DEVICE float prepare() {  // returns what is left of the unit
+  DEVICE float prepare() {  // returns what is left to multiply scores with
     const float unit = larger(q_unit * k_unit, LEAST);
     most = larger(most, k_unit);
     Worker::prepare(s, scale * unit);
     bring_near(j - 1);
-    return SCORE || PRESCALE ? 1.f : unit;
+    return SCORE || PRESCALE ? factor : unit * factor;
   }
   DEVICE void start() {  // the softmax of a query tile's first key tile
-    const float unit = prepare();
-    softmax.start(s, unit);
-    softmax.weigh(s, unit, factor);
+    const float by = prepare();
+    softmax.start(s, by);
+    softmax.weigh(s, by);
     v_unit = next;
   }
   DEVICE void pack() {
@@ -230,10 +229,10 @@ struct Consumer : Worker {
 
   DEVICE void step() {
     multiply_both();
-    const float unit = prepare();
+    const float by = prepare();
     float shrink[2];
-    const bool grew = softmax.raise(s, unit, factor, shrink);
-    softmax.weigh(s, unit, factor);
+    const bool grew = softmax.raise(s, by, shrink);
+    softmax.weigh(s, by);
     keep_here(softmax.sum[0] + softmax.sum[1], -factor);
     promote();
     if (grew) {
@@ -249,9 +248,9 @@ struct Consumer : Worker {
     const float off = q_unit * most * noise;
     bool any = false;
     UNROLL for (int r = 0; r < 2; r++) {
-      const float score = fabsf(softmax.top[r] * factor);
+      const float score = fabsf(softmax.reference[r] + Weights::margin);
       const bool row = score + slack > HUGE_SCORE || off > fmaxf(score - slack, 1.f);
-      any |= f.real[r] && softmax.top[r] > -MOST && row;
+      any |= f.real[r] && softmax.reference[r] > -MOST && row;
     }
     return any;
   }
