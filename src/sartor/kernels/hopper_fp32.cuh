@@ -4,9 +4,9 @@
 // P V starts from zero at every key tile, and an ordinary multiply-add, with the tile's unit, adds it to the output: the
 // tensor core's own additions cut off bits, which a sum over all keys would show. The rest is as in hopper_forward.cuh.
 //
-// Nothing is split beforehand. A warp splits its own queries. Keys and values, which many read, are split into global
-// memory by two warps that have nothing else to do, ahead of who needs them, and by all warps before the first product: so
-// most of the time that it takes is hidden behind the products.
+// Nothing is split beforehand. A warp splits its own queries, which are copied while the tile before ends. Keys and values,
+// which many read, are split into global memory by two warps that have nothing else to do, ahead of who needs them, and by
+// all warps before the first product: so most of the time that it takes is hidden behind the products.
 //
 // Tiles that pairs do not do are marked, to be computed again. Beside the measure of cuda/forward.cuh: DIM (a multiple of
 // 16, as DIM_V is), DIM_EXACT (columns of q and k in memory), WIDTH, WIDTH_V (columns a swizzled chunk), VECTOR (rows
@@ -111,44 +111,38 @@ struct Consumer : Worker {
                   int* marks, u32 base, int group)
       : Worker(t, n, x, base, group), q(q), factor(factor), scale(scale), noise(noise), marks(marks) {}
 
-  // Columns 16 * k to 16 * k + 15 of this thread's two queries, as an A operand has them
-  DEVICE void fetch(float2 (&x)[4], int k, int row) const {
-    UNROLL for (int i = 0; i < 4; i++) {
-      const int query = part.query(row + i % 2 * 8), column = 16 * k + i / 2 * 8 + 2 * (lane & 3);
-      const float* from = q.at + batch * q.batch + (head * n.group + part.first_head) * q.head + query * q.row + column;
-      const bool real = query < n.seqlen_q;
-      x[i] = make_float2(0.f, 0.f);
-      if (VECTOR) {
-        if (real && column < DIM_EXACT) x[i] = global_load_pair(from);
-      } else {
-        if (real && column < DIM_EXACT) x[i].x = global_load(from);
-        if (real && column + 1 < DIM_EXACT) x[i].y = global_load(from + 1);
-      }
+  // A warp's 16 queries, in fours of columns, COPIES a thread. They are copied to where their pairs will be, once nobody
+  // reads the last ones any more, and split in place: a thread reads what it copied itself.
+  static constexpr int FOURS = DIM / 4, COPIES = 16 * FOURS / 32, PER_CHUNK = 16 * QTile::row_bytes / 512;
+  DEVICE u32 copied(int i, int lane) const {
+    return q_tile() + warp * 16 * QTile::row_bytes + i / PER_CHUNK * QTile::chunk_bytes + i % PER_CHUNK * 512 + 16 * lane;
+  }
+  DEVICE void fetch_q() {
+    const int lane = opaque(this->lane), first = part.query(warp * 16), last = n.seqlen_q - 1;
+    const float* from = q.at + batch * q.batch + (head * n.group + part.first_head) * q.head;
+    group_sync(1 + group, 128);
+#pragma unroll 2
+    for (int i = 0; i < COPIES; i++) {  // rows past the end are the last once more
+      const int four = 32 * i + lane, column = four % FOURS * 4;
+      copy_four<VECTOR>(copied(i, lane), from + imin(first + four / FOURS, last) * q.row + column, DIM_EXACT - column);
     }
   }
-  DEVICE void begin_q() {  // splits a warp's 16 queries
-    constexpr bool HOLD = STEPS <= 8;  // in registers, or read them twice
-    const int mine = opaque(row);
-    float2 x[HOLD ? STEPS : 1][4];
+  DEVICE void begin_q() {
+    const int lane = opaque(this->lane);
+    float4 x[COPIES];
     float top = 0.f;
-    UNROLL for (int k = 0; k < STEPS; k++) {
-      float2(&piece)[4] = x[HOLD ? k : 0];
-      fetch(piece, k, mine);
-      UNROLL for (int i = 0; i < 4; i++) top = fmaxf(top, fmaxf(fabsf(piece[i].x), fabsf(piece[i].y)));
-    }
+    await_copies();
+    UNROLL for (int i = 0; i < COPIES; i++) x[i] = shared_load_four(copied(i, lane)), top = largest(top, x[i]);
     top = __int_as_float(warp_max(__float_as_int(top)));
     const float up = power_of_two(top).up;
     q_unit = unit_of(top), most = 0.f;
-    group_sync(1 + group, 128);  // nobody reads the last queries any more
-    UNROLL for (int k = 0; k < STEPS; k++) {
-      float2(&piece)[4] = x[HOLD ? k : 0];
-      if (!HOLD) fetch(piece, k, mine);
-      UNROLL for (int i = 0; i < 4; i++) {
-        const u32 to = q_tile() + QTile::chunk(k) + QTile::swizzled(mine + i % 2 * 8, k, i / 2) + 4 * (lane & 3);
-        u32 high, low;
-        split(piece[i].x * up, piece[i].y * up, high, low);
-        shared_store(to, high), shared_store(to + QTile::lo, low);
-      }
+    __syncwarp();  // all have read
+    UNROLL for (int i = 0; i < COPIES; i++) {
+      const int four = 32 * i + lane, row = warp * 16 + four / FOURS, column = four % FOURS * 4, k = column / 16;
+      const u32 to = q_tile() + QTile::chunk(k) + QTile::swizzled(row, k, column / 8 % 2) + column % 8 * 2;
+      uint2 high, low;
+      split(x[i], up, high, low);
+      shared_store_pair(to, high), shared_store_pair(to + QTile::lo, low);
     }
     shared_fence();
     group_sync(1 + group, 128);
@@ -266,8 +260,15 @@ struct Consumer : Worker {
     if ((threadIdx.x & 127) == 0 && f.real[0]) marks[f.mark] = lost;
   }
 
+  DEVICE bool begin_job() {
+    if (!next_job()) return false;
+    fetch_q();
+    return true;
+  }
   DEVICE void run() {
-    while (next_job()) {
+    constexpr bool AHEAD = !SCORE;  // a score needs the registers
+    bool more = AHEAD && begin_job();
+    while (AHEAD ? more : begin_job()) {
       if (GROUPS < 3 && BLOCK_N <= 64) skip();  // three have no registers left for it
       bring_near(j);
       begin_q();
@@ -286,8 +287,10 @@ struct Consumer : Worker {
       multiply_pv();
       Finished last = finished();
       normalise(last, softmax, factor);
+      const bool unresolved = lost(last);
+      if (AHEAD) more = begin_job();  // beside the last product
       promote();
-      store(last, lost(last));
+      store(last, unresolved);
     }
   }
 };

@@ -102,6 +102,9 @@ DEVICE u32 shared_load_short(u32 address) {
 template <class T> DEVICE void shared_load_pair(T& a, T& b, u32 address) {  // T: 32 bits
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(address) : "memory");
 }
+DEVICE void shared_store_pair(u32 address, uint2 x) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x.x), "r"(x.y) : "memory");
+}
 DEVICE void copy_16_bytes(u32 to, const void* from, int bytes) {  // `bytes` of them, then zeros; this thread's to wait for
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -125,18 +128,7 @@ DEVICE void store_matrix(u32 address, const u32 (&x)[4]) {
                ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-// ---- global memory, read at this very place and no later
-DEVICE float global_load(const float* p) {
-  float x;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(p));
-  return x;
-}
-DEVICE float2 global_load_pair(const float* p) {
-  float2 x;
-  asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(p));
-  return x;
-}
-
+// ---- global memory
 DEVICE void global_prefetch(const void* p, u32 bytes) {  // to L2, from 16 bytes on
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }

@@ -11,6 +11,18 @@ DEVICE Power power_of_two(float top) {
 // The unit of elements of which `top` is the largest: NaN where one is infinite
 DEVICE float unit_of(float top) { return top < INF ? power_of_two(top).down : __int_as_float(0x7fffffff); }
 
+// Four columns of a row, of which `left` are in memory, to shared memory; the rest become zeros
+template <bool VECTOR> DEVICE void copy_four(u32 to, const float* from, int left) {
+  if (VECTOR) copy_16_bytes(to, from, left > 0 ? 16 : 0);
+  else UNROLL for (int e = 0; e < 4; e++) copy_4_bytes(to + 4 * e, from + e, left > e ? 4 : 0);
+}
+DEVICE float largest(float top, const float4& x) {
+  return fmaxf(fmaxf(top, fmaxf(fabsf(x.x), fabsf(x.y))), fmaxf(fabsf(x.z), fabsf(x.w)));
+}
+DEVICE void split(const float4& x, float up, uint2& hi, uint2& lo) {
+  split(x.x * up, x.y * up, hi.x, lo.x), split(x.z * up, x.w * up, hi.y, lo.y);
+}
+
 struct Source { const float* at; i64 batch, head, row; };  // (batch, heads, rows, columns) by strides, in elements
 
 // Two warps that split together, `room` in shared memory of theirs, and a named barrier
@@ -59,8 +71,7 @@ template <int COLUMNS, int COUNT, bool VECTOR, bool STRICT> struct Splitter {
     for (int i = 0; i < STEPS; i++, from += ABREAST * stride, rows -= ABREAST)
       UNROLL for (int c = 0; c < CHUNKS; c++, room += STEP_BYTES) {
         const int left = rows > 0 ? COLUMNS - column - c * 4 * LANES : 0;
-        if (VECTOR) copy_16_bytes(room, from + c * 4 * LANES, left > 0 ? 16 : 0);
-        else UNROLL for (int e = 0; e < 4; e++) copy_4_bytes(room + 4 * e, from + c * 4 * LANES + e, left > e ? 4 : 0);
+        copy_four<VECTOR>(room, from + c * 4 * LANES, left);
       }
     await_copies();
   }
@@ -72,7 +83,7 @@ template <int COLUMNS, int COUNT, bool VECTOR, bool STRICT> struct Splitter {
       float by_row = 0.f;
       UNROLL for (int c = 0; c < CHUNKS; c++, room += STEP_BYTES) {
         const float4 x = shared_load_four(room);
-        by_row = fmaxf(fmaxf(by_row, fmaxf(fabsf(x.x), fabsf(x.y))), fmaxf(fabsf(x.z), fabsf(x.w)));
+        by_row = ::largest(by_row, x);
         if (STRICT) {
           float(&most)[4] = by_column[c];
           most[0] = fmaxf(most[0], fabsf(x.x)), most[1] = fmaxf(most[1], fabsf(x.y));
@@ -110,7 +121,7 @@ template <int COLUMNS, int COUNT, bool VECTOR, bool STRICT> struct Splitter {
       UNROLL for (int c = 0; c < CHUNKS; c++, room += STEP_BYTES) {
         const float4 x = shared_load_four(room);
         uint2 hi, lo;
-        split(x.x * up, x.y * up, hi.x, lo.x), split(x.z * up, x.w * up, hi.y, lo.y);
+        split(x, up, hi, lo);
         if (rows <= 0 || column + c * 4 * LANES >= PITCH) continue;
         u16* at = to + c * 4 * LANES;
         *reinterpret_cast<uint2*>(at) = hi, *reinterpret_cast<uint2*>(at + PITCH) = lo;
