@@ -85,6 +85,12 @@ def test_dims(dim):
     check(problem(dim), first_tile(problem(dim)))
 
 
+@pytest.mark.parametrize("dim", [64, 97, 128])
+def test_rows_that_begin_anywhere(dim):
+    p = replace(problem(dim, causal=True), rows_on_16_bytes=False)
+    check(p, first_tile(p))
+
+
 @pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (256, 32), (64, 128), (40, 17)])
 def test_dim_v(dim, dim_v):
     p = problem(dim, dim_v, causal=True)

@@ -5,6 +5,7 @@ Features, budgets and errors against PyTorch's are in test_gpu_fp32.py, which ta
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -56,6 +57,25 @@ def test_tiles(tile, options):
 @pytest.mark.parametrize("dims", [(128, 128), (200, 40), (24, 120), (256, 16)], ids=str)
 def test_dims(dims):
     check(Call(*inputs(d=dims[0], dv=dims[1]), causal=True))
+
+
+@pytest.mark.parametrize("dim", [7, 64, 96, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 5.0}], ids=str)
+def test_blocks_with_many_tiles(dim, options):
+    """The next tile's queries are copied while this one ends; the last ones fill no tile, and rows begin anywhere."""
+    call = Call(*inputs(b=4, hq=40, hkv=20, sq=330, skv=400, d=dim), **options)
+    check(call)
+    anywhere = (torch.nn.functional.pad(t, (1, 0))[..., 1:] for t in (call.q, call.k, call.v))
+    shifted = Call(*anywhere, **options)
+    assert not Problem.of(shifted).rows_on_16_bytes
+    assert all(map(torch.equal, attend(shifted), attend(call)))
+
+
+@pytest.mark.parametrize("keys", [300, 700])
+def test_lse_is_rounded_once(keys):
+    q, k, v = inputs(skv=keys)
+    _, lse = attend(Call(q, 0 * k, v))
+    assert (lse.double() - math.log(keys)).abs().max() <= 2**-23 * math.log(keys)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
