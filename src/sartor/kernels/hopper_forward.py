@@ -90,13 +90,14 @@ def reasons(p: Problem, dev: Device) -> list[str]:
     return [*why, *(f"needs masks and scores that read a dtype CUDA C++ has, got {dtype}" for dtype in unknown)]
 
 
-def build(m: Measure, dtype: str, file: str) -> nvrtc.Binary:
-    """Compile a kernel, `file` in this folder, with a measure, the mods of its problem, and products of `dtype`."""
+def build(m: Any, dtype: str, file: str, widths: Iterable[int] = ()) -> nvrtc.Binary:
+    """Compile a kernel, `file` in this folder, with a measure, the mods of its problem, and products of `dtype`, which
+    are as wide as a forward's unless `widths` are given."""
     text = "\n".join([
         *(f'#include "cuda/{shelf}.cuh"' for shelf in SHELVES),
         *(f"#define {name} {value}" for name, value in m.defines().items()),
         expressions.source(m.p.program, m.near),
-        wgmma.wrappers((m.block_n, m.dim_v), dtype),
+        wgmma.wrappers(widths or (m.block_n, m.dim_v), dtype),
         f'#include "{file}.cuh"',
     ])  # fmt: skip
     return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name=f"{file}.cu")

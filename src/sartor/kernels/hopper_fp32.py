@@ -191,19 +191,19 @@ class Ready:
         items = 2 * p.batch * p.heads_kv * -(-p.seqlen_kv // m.block_n)
         first = items if tiles_head < FEW_TILES else min(items, 4 * sms)
         section = max(SECTION_HEADS, (32 << 20) // (4 * p.seqlen_kv * (p.dim + p.dim_v)))  # 32 MB of keys and values
+        of_k = (p.batch, p.seqlen_kv, p.heads_kv)
         plain = p.program.score is None and p.softmax_scale > 0
         factor = p.softmax_scale * launch.LOG2_E if plain else launch.LOG2_E
-        noise = abs(p.softmax_scale) * launch.LOG2_E * products.NOISE.value * p.dim**0.5 / products.RESOLVED.value
         numbers = (
             *launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, tiles_head, tiles, section, first,
-            factor, p.softmax_scale, noise,
+            factor, p.softmax_scale, noise(p),
         )  # fmt: skip
         kernel = nvrtc.Kernel(
             binary, "hopper_fp32", SIGNATURE + expressions.signature(p.program), 128 * (m.groups + 1), m.shared_bytes
         )
         return cls(
             m, kernel, min(sms, max(tiles, items)), tuple(launch.strides(t) for t in (x.q, x.k, x.v)), numbers,
-            (_maps(m, p.dim, m.widths[0]), _maps(m, p.dim_v, m.widths[2])),
+            (maps(of_k, p.dim, m.block_n, m.widths[0]), maps(of_k, p.dim_v, m.block_n, m.widths[2])),
             replace(plan, kernel=fp32_forward.SPEC, tile=Tile(64, 64, 4, 1), cache={}),
         )  # fmt: skip
 
@@ -226,12 +226,19 @@ class Ready:
         ))  # fmt: skip
 
 
-def _maps(m: Measure, dim: int, width: int) -> nvrtc.TensorMaps:
-    """Maps of pairs, (b, h, s, 2 * pitch), as (columns, s, h, b, 2), for copies of `width` columns of a key tile."""
-    p, row = m.p, 4 * split.pitch(dim)
-    sizes = (row // 4, p.seqlen_kv, p.heads_kv, p.batch, 2)
-    strides = (row, row * p.seqlen_kv, row * p.seqlen_kv * p.heads_kv, row // 2)
-    return nvrtc.TensorMaps("float16", sizes, strides, ((width, m.block_n, 1, 1, 1), 2 * width))
+def noise(p: Problem) -> float:
+    """What pairs may be off by in a score of rows of units 1, in what is allowed: products.unresolved."""
+    return abs(p.softmax_scale) * launch.LOG2_E * products.NOISE.value * p.dim**0.5 / products.RESOLVED.value  # type: ignore[no-any-return]
+
+
+def maps(shape: tuple[int, int, int], dim: int, rows: int, width: int) -> nvrtc.TensorMaps:
+    """Maps of pairs, (b, h, s, 2 * pitch), as (columns, s, h, b, 2), for copies of `width` columns of so many rows.
+
+    `shape` is that of the tensor they are of: batch, length, heads.
+    """
+    (batch, length, heads), row = shape, 4 * split.pitch(dim)
+    sizes, strides = (row // 4, length, heads, batch, 2), (row, row * length, row * length * heads, row // 2)
+    return nvrtc.TensorMaps("float16", sizes, strides, ((width, rows, 1, 1, 1), 2 * width))
 
 
 SPEC = HopperFp32()

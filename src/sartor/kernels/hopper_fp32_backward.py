@@ -16,16 +16,16 @@ from sartor import nvrtc
 from sartor.device import Device
 from sartor.kernels import hopper_forward
 from sartor.kernels.algebra import sink_gradient
-from sartor.kernels.cuda import expressions, wgmma
+from sartor.kernels.cuda import expressions
 from sartor.kernels.fp32_backward import Fp32Backward
+from sartor.kernels.hopper_fp32 import maps, noise
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.problem import Problem
 
 if launch.available():
-    from sartor.kernels.parts import codegen, products, split
+    from sartor.kernels.parts import codegen
 
-SHELVES = ("expressions", "near", "split", "wgmma")
 SIGNATURE = "MMMMPPPPPPPPPqqqPqqqPiiiifff"  # of the kernels, before the aux values
 DIMS = range(17, 129)  # the wider of the two: registers hold no more, and less is hardly work for a tensor core
 ROWS = 128  # that a block holds
@@ -98,6 +98,7 @@ class Measure:
     p: Problem
     keys: bool
     groups: int = 2  # warpgroups that multiply
+    near = ()  # nothing is read for every pair
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -143,14 +144,7 @@ class Measure:
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
         widths = {64, *(d // parts for d, parts in zip(self.dims, self.parts, strict=True))}
-        text = "\n".join([
-            *(f'#include "cuda/{shelf}.cuh"' for shelf in SHELVES),
-            *(f"#define {name} {value}" for name, value in self.defines().items()),
-            expressions.source(self.p.program),
-            wgmma.wrappers(widths, "f16"),
-            '#include "hopper_fp32_backward.cuh"',
-        ])  # fmt: skip
-        return nvrtc.compile(text, arch="sm_90a", include=hopper_forward.FOLDER, name="hopper_fp32_backward.cu")
+        return hopper_forward.build(self, "f16", "hopper_fp32_backward", widths)
 
 
 @dataclass
@@ -172,14 +166,12 @@ class Ready:
         letters = SIGNATURE + expressions.signature(p.program)
         kernel = nvrtc.Kernel(m.compile(), "hopper_fp32_backward", letters, 128 * (groups + 1), m.shared_bytes)
         of_q, of_k = (p.batch, p.seqlen_q, p.heads_q), (p.batch, p.seqlen_kv, p.heads_kv)
-        rows = {"q": of_q, "dout": of_q, "k": of_k, "v": of_k}
-        (dim, dim_v), (width, width_v) = (p.dim, p.dim_v), m.widths
-        columns = {"q": (dim, width), "k": (dim, width), "dout": (dim_v, width_v), "v": (dim_v, width_v)}
+        x, y = ((dim, 64, width) for dim, width in zip((p.dim, p.dim_v), m.widths, strict=True))
+        tensors = {"q": (of_q, *x), "dout": (of_q, *y), "k": (of_k, *x), "v": (of_k, *y)}
         names = ("k", "v", "q", "dout") if keys else ("q", "dout", "k", "v")
-        noise = abs(p.softmax_scale) * launch.LOG2_E * products.NOISE.value * p.dim**0.5 / products.RESOLVED.value
         return cls(
-            m, kernel, batch * heads * -(-length // (64 * groups)), {n: _maps(*rows[n], *columns[n]) for n in names},
-            (p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, p.softmax_scale * launch.LOG2_E, p.softmax_scale, noise),
+            m, kernel, batch * heads * -(-length // (64 * groups)), {n: maps(*tensors[n]) for n in names},
+            (p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, p.softmax_scale * launch.LOG2_E, p.softmax_scale, noise(p)),
         )  # fmt: skip
 
     def start(self, x: Operands, pairs: dict[str, Any], work: dict[str, torch.Tensor]) -> None:
@@ -192,13 +184,6 @@ class Ready:
             work[dx].data_ptr(), *launch.strides(work[dx]), work[dy].data_ptr(), *launch.strides(work[dy]),
             work[marks].data_ptr(), *self.numbers, *expressions.arguments(x.aux, self.measure.p.program),
         ))  # fmt: skip
-
-
-def _maps(batch: int, length: int, heads: int, dim: int, width: int) -> nvrtc.TensorMaps:
-    """Maps of pairs, (b, h, s, 2 * pitch), as (columns, s, h, b, 2), for copies of `width` columns of 64 rows."""
-    row = 4 * split.pitch(dim)
-    sizes, strides = (row // 4, length, heads, batch, 2), (row, row * length, row * length * heads, row // 2)
-    return nvrtc.TensorMaps("float16", sizes, strides, ((width, 64, 1, 1, 1), 2 * width))
 
 
 SPEC = HopperFp32Backward()
