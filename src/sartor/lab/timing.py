@@ -1,4 +1,4 @@
-"""The one timer. Candidates take turns, a few tens of milliseconds each, in an order shuffled anew for every round.
+"""The one timer. Candidates take turns, a few tens of milliseconds each, in an order shuffled again and again.
 
 What runs first rides a cool card and a high clock, and a card at its power cap drifts by several per cent within a
 minute, so only times taken between each other's turns may be compared. A card at its power cap gives a kernel the clock
@@ -11,6 +11,7 @@ the host was still enqueueing it.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -57,16 +58,20 @@ class Timing:
 
 
 def interleave(
-    runs: Mapping[str, Run], device: torch.device, budget: Budget = Budget(), cold_l2: bool = False, seed: int = 0
+    runs: Mapping[str, Run], device: torch.device, budget: Budget = Budget(), cold_l2: bool = False
 ) -> dict[str, Timing]:
-    """Time every candidate; a sample is one call, or as many as are long enough for the clock that events read."""
+    """Time every candidate; a sample is one call, or as many as are long enough for the clock that events read.
+
+    Every second round is the one before it backwards: a card that has cooled under one is faster for who comes next.
+    """
     if not runs:
         return {}
     clock: _CudaClock | _HostClock = _CudaClock(device, cold_l2) if device.type == "cuda" else _HostClock()
     turn_ms = clock.turn_ms if budget.turn_ms is None else budget.turn_ms
     warm = {name: clock.warm_up(run, budget.warmup_ms) for name, run in runs.items()}  # ms a call
     timings = {name: Timing() for name in runs}
-    shuffle = random.Random(seed).shuffle
+    order = list(runs)
+    rearrange = itertools.cycle((lambda: random.shuffle(order), order.reverse))
 
     def turn(name: str) -> list[float]:
         calls = 1 if cold_l2 else max(1, min(64, round(clock.sample_ms / warm[name])))
@@ -78,8 +83,7 @@ def interleave(
         return samples
 
     def one_round() -> list[tuple[str, list[float]]]:
-        order = list(runs)
-        shuffle(order)
+        next(rearrange)()
         return [(name, turn(name)) for name in order]
 
     settled = time.perf_counter() + (budget.settle_ms * 1e-3 if device.type == "cuda" else 0.0)
