@@ -109,7 +109,8 @@ struct Consumer : Worker {
 
   DEVICE Consumer(const Tensors& t, const Source& q, const Shape& n, const Aux& x, float factor, float scale, float noise,
                   int* marks, u32 base, int group)
-      : Worker(t, n, x, base, group), q(q), factor(factor), scale(scale), noise(noise), marks(marks) {}
+      : Worker(t, n, x, base, group), q(q), factor(factor), scale(scale), noise(noise), marks(marks),
+        softmax(SCORE || PRESCALE ? 1.f : scale) {}
 
   // A warp's 16 queries, in fours of columns, COPIES a thread. They are copied to where their pairs will be, once nobody
   // reads the last ones any more, and split in place: a thread reads what it copied itself.
@@ -201,17 +202,17 @@ struct Consumer : Worker {
     UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] = fmaf(share[i], v_unit, o[i]);
   }
 
-  DEVICE float prepare() {  // returns what is left to multiply scores with
+  DEVICE float prepare() {  // returns what is left of the unit
     const float unit = larger(q_unit * k_unit, LEAST);
     most = larger(most, k_unit);
     Worker::prepare(s, scale * unit);
     bring_near(j - 1);
-    return SCORE || PRESCALE ? factor : unit * factor;
+    return SCORE || PRESCALE ? 1.f : unit;
   }
   DEVICE void start() {  // the softmax of a query tile's first key tile
-    const float by = prepare();
-    softmax.start(s, by);
-    softmax.weigh(s, by);
+    const float unit = prepare();
+    softmax.start(s, unit);
+    softmax.weigh(s, unit, factor);
     v_unit = next;
   }
   DEVICE void pack() {
@@ -223,10 +224,10 @@ struct Consumer : Worker {
 
   DEVICE void step() {
     multiply_both();
-    const float by = prepare();
+    const float unit = prepare();
     float shrink[2];
-    const bool grew = softmax.raise(s, by, shrink);
-    softmax.weigh(s, by);
+    const bool grew = softmax.raise(s, unit, factor, shrink);
+    softmax.weigh(s, unit, factor);
     keep_here(softmax.sum[0] + softmax.sum[1], -factor);
     promote();
     if (grew) {
@@ -242,9 +243,9 @@ struct Consumer : Worker {
     const float off = q_unit * most * noise;
     bool any = false;
     UNROLL for (int r = 0; r < 2; r++) {
-      const float score = fabsf(softmax.reference[r] + Weights::margin);
+      const float score = fabsf(softmax.top[r] * factor);
       const bool row = score + slack > HUGE_SCORE || off > fmaxf(score - slack, 1.f);
-      any |= f.real[r] && softmax.reference[r] > -MOST && row;
+      any |= f.real[r] && softmax.top[r] > -MOST && row;
     }
     return any;
   }

@@ -126,51 +126,45 @@ template <int N, bool BF16, bool SINK> struct Softmax {
   }
 };
 
-// ln(2^whole * x), rounded once: the logarithm of x from 1 to 2 is small beside what is added
-DEVICE float natural_log(float whole, float x) {
-  constexpr float LN_2_REST = -1.9046542e-9f;  // ln 2 less LN_2
-  const int bits = __float_as_int(x);
-  const float from = __int_as_float((bits & 0x007fffff) | 0x3f800000), e = whole + float((bits >> 23) - 127);
-  return fmaf(e, LN_2, fmaf(logarithm2(from), LN_2, e * LN_2_REST));
-}
-
 // The online softmax (Milakov and Gimelshein 2018) whose reference moves only when a maximum has grown a lot: a warp
 // votes. Scores are s * unit, weights 2^(s * unit * factor - reference), which float16 can hold with bits to spare below.
-// References are whole numbers: to scale by them is exact, and lse needs a logarithm of what is between 1 and 2 only.
 template <int N> struct Online {
-  static constexpr float margin = 7.f, limit = 15.f;  // log2 of a new maximum's weight, but for a fraction, and of the largest
+  static constexpr float margin = 7.f, limit = 15.f;  // log2 of a new maximum's weight, and of the largest
 
-  float reference[2], sum[2];
+  const float natural;  // what the scores are multiplied with in lse
+  float top[2], sum[2];
 
-  // For a maximum, in log2; also where no score is finite
-  DEVICE static float settle(float top) { return fmaxf(rintf(top) - margin, -MOST); }
+  DEVICE Online(float natural) : natural(natural) {}
 
-  DEVICE void start(const float (&s)[N / 2], float by) {  // by: unit * factor
-    UNROLL for (int r = 0; r < 2; r++) reference[r] = settle(quad_max(tile_max(s, r)) * by), sum[r] = 0.f;
+  DEVICE float reference(int r, float factor) const { return fmaxf(fmaf(top[r], factor, -margin), -MOST); }
+
+  DEVICE void start(const float (&s)[N / 2], float unit) {
+    UNROLL for (int r = 0; r < 2; r++) top[r] = fmaxf(quad_max(tile_max(s, r)) * unit, -MOST), sum[r] = 0.f;
   }
 
   // Whether the maxima grew, and then what the sums were, and the output is to be, multiplied with
-  DEVICE bool raise(const float (&s)[N / 2], float by, float (&shrink)[2]) {
+  DEVICE bool raise(const float (&s)[N / 2], float unit, float factor, float (&shrink)[2]) {
     float most[2];
     bool grew = false;
     UNROLL for (int r = 0; r < 2; r++) {
       most[r] = tile_max(s, r);
-      grew |= fmaf(most[r], by, -reference[r]) > limit;
+      grew |= fmaf(most[r], unit * factor, -reference(r, factor)) > limit;
     }
     if (!__any_sync(ALL, grew)) return false;
     UNROLL for (int r = 0; r < 2; r++) {
-      const float before = reference[r];
-      reference[r] = fmaxf(settle(quad_max(most[r]) * by), before);
-      shrink[r] = power2(before - reference[r]);
+      const float before = reference(r, factor);
+      top[r] = fmaxf(quad_max(most[r]) * unit, top[r]);
+      shrink[r] = power2(before - reference(r, factor));
       sum[r] *= shrink[r];
     }
     return true;
   }
 
-  DEVICE void weigh(float (&s)[N / 2], float by) {
+  DEVICE void weigh(float (&s)[N / 2], float unit, float factor) {
+    const float from[2] = {reference(0, factor), reference(1, factor)}, by = unit * factor;
     float added[2] = {0.f, 0.f}, other[2] = {0.f, 0.f};
     UNROLL for (int i = 0; i < N / 8; i++) {
-      UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e], by, -reference[e / 2]));
+      UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e], by, -from[e / 2]));
       float(&into)[2] = i % 2 ? other : added;
       UNROLL for (int r = 0; r < 2; r++) into[r] += s[4 * i + 2 * r] + s[4 * i + 2 * r + 1];
     }
@@ -178,14 +172,15 @@ template <int N> struct Online {
   }
 
   // Normaliser and natural-log lse of each row; `sink` is one more logit, -inf for none
-  DEVICE void finish(float, const float (&sink)[2], float (&inverse)[2], float (&lse)[2]) const {
+  DEVICE void finish(float factor, const float (&sink)[2], float (&inverse)[2], float (&lse)[2]) {
     UNROLL for (int r = 0; r < 2; r++) {
       float l = quad_sum(sum[r]);
-      const float highest = fmaxf(reference[r], rintf(sink[r] * LOG2_E) - margin);
-      const float shrink = power2(reference[r] - highest);
-      l = l * shrink + power2(fmaf(sink[r], LOG2_E, -highest));
+      const float own = top[r] * natural, highest = fmaxf(fmaxf(own, sink[r]), -MOST);
+      const float excess = fmaf(top[r], factor, -reference(r, factor));  // the margin, but for the reference's rounding
+      const float shrink = l == 0.f ? 0.f : power2((own - highest) * LOG2_E - excess);
+      l = l * shrink + power2((sink[r] - highest) * LOG2_E);
       inverse[r] = l == 0.f ? 0.f : shrink / l;
-      lse[r] = l == 0.f ? -INF : natural_log(highest, l);
+      lse[r] = l == 0.f ? -INF : fmaf(logarithm2(l), LN_2, highest);
     }
   }
 };
