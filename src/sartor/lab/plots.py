@@ -223,7 +223,7 @@ def grid(records: list[Record], folder: Path) -> list[Path]:
             axis.set_ylabel(unit)
         handles, names = axes.flat[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside upper left", ncols=6, fontsize=9.5)
-        files.append(save(figure, folder, f"{records[-1].suite}-{mode}-{dtype}", records))
+        files.append(save(figure, folder, f"{records[-1].suite}-{mode}-{dtype}", found))
     return files
 
 
@@ -246,8 +246,8 @@ def save(figure: Any, folder: Path, name: str, records: list[Record]) -> Path:
     """Write a figure as PNG, with where its records come from in the corner."""
     import matplotlib.pyplot as plt
 
-    r = records[-1]
-    figure.supxlabel(f"{r.device}, torch {r.torch}, run {r.run_id}", fontsize=7.5, color="#999999", ha="left", x=0.01)
+    r, runs = records[-1], ", ".join(dict.fromkeys(x.run_id for x in records if x.mode != CEILINGS))
+    figure.supxlabel(f"{r.device}, torch {r.torch}, run {runs}", fontsize=7.5, color="#999999", ha="left", x=0.01)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     figure.savefig(path)
