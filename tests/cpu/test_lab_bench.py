@@ -87,6 +87,13 @@ def test_replacing_keeps_only_the_last_run_of_a_mode(tmp_path: Path, fast_ceilin
     assert {r.run_id for r in found} == {last[0].run_id}
 
 
+def test_ceilings_stay_with_the_run_they_belong_to(tmp_path: Path, fast_ceilings: None) -> None:
+    forward = measured(suite(SMALL, who=("eager",)), tmp_path)[0].run_id
+    backward = measured(suite(replace(SMALL, mode="bwd"), who=("eager",)), tmp_path)[0].run_id
+    found = records.latest(records.read(tmp_path / "cpu" / "tiny.jsonl"))
+    assert {r.run_id for r in found if r.mode == CEILINGS} == {forward, backward}
+
+
 @pytest.mark.parametrize("name", ["eager", "sdpa-math", "sdpa", "sartor"])
 @pytest.mark.parametrize("mask", ["full", "causal", "window8", "document3", "tensor", "bias", "prefix20"])
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])

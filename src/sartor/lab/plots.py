@@ -179,7 +179,7 @@ def head_dims(records: list[Record], folder: Path) -> list[Path]:
     figure, axes = plt.subplots(len(panels), 1, figsize=(11, 3.7 * len(panels)), squeeze=False)
     for axis, ((mode, dtype, mask), found) in zip(axes.flat, panels.items(), strict=True):
         _bars(axis, found, [r.dim for r in found])
-        _ceiling(axis, records, dtype)
+        _ceiling(axis, records, found[-1])
         first = found[0]
         axis.set_title(f"{_mode(mode)}, {mask}, {dtype}, B={first.batch} H={first.heads_q} N={first.seqlen_q}")
         axis.set_ylabel("TFLOP/s of useful work")
@@ -218,7 +218,7 @@ def grid(records: list[Record], folder: Path) -> list[Path]:
             axis.set_title(f"D={dim}, {mask}{heads}")
         axes.flat[0].set_ylim(0, 1.12 * max(getattr(r, key) or 0 for r in found) or 1)
         for axis in axes.flat:
-            _ceiling(axis, records, dtype, key)
+            _ceiling(axis, records, found[-1], key)
         for axis in axes[:, 0]:
             axis.set_ylabel(unit)
         handles, names = axes.flat[0].get_legend_handles_labels()
@@ -227,11 +227,11 @@ def grid(records: list[Record], folder: Path) -> list[Path]:
     return files
 
 
-def _ceiling(axis: Any, records: list[Record], dtype: str, key: str = "tflops") -> None:
-    """The measured rate of a matrix product or a copy, named at the left, where bars are mostly short; the axis is
-    raised to it when they stay readable."""
-    ceilings = [r for r in records if r.mode == CEILINGS and r.dtype in (dtype, "")]
-    peaks = [getattr(r, key) for r in ceilings if getattr(r, key)]
+def _ceiling(axis: Any, records: list[Record], shown: Record, key: str = "tflops") -> None:
+    """The rate of a matrix product or a copy in the run of what is shown, named at the left, where bars are mostly
+    short; the axis is raised to it when they stay readable."""
+    ceilings = [r for r in records if r.mode == CEILINGS and r.run_id == shown.run_id]
+    peaks = [getattr(r, key) for r in ceilings if r.dtype in (shown.dtype, "") and getattr(r, key)]
     what = "copy" if key == "gbps" else "matrix product"
     top = axis.get_ylim()[1]
     if peaks and peaks[-1] < 2.2 * top:

@@ -162,11 +162,14 @@ class Store:
             file.writelines(record.to_json() + "\n" for record in records)
 
     def close(self, replace: bool) -> None:
-        """Write the CSV. With `replace`, drop what earlier runs said about this run's modes."""
+        """Write the CSV. With `replace`, drop what earlier runs said about this run's modes, and the ceilings of runs
+        of which nothing else is left."""
         records = read(self.path)
         if replace:
-            modes = {r.mode for r in records if r.run_id == self.run.run_id}
+            modes = {r.mode for r in records if r.run_id == self.run.run_id} - {CEILINGS}
             records = [r for r in records if r.run_id == self.run.run_id or r.mode not in modes]
+            kept = {r.run_id for r in records if r.mode != CEILINGS} | {self.run.run_id}
+            records = [r for r in records if r.run_id in kept]
             self.path.write_text("".join(r.to_json() + "\n" for r in records), encoding="utf-8")
         with self.path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [f.name for f in fields(Record)])
@@ -182,9 +185,10 @@ def read(path: Path) -> list[Record]:
 
 
 def latest(records: list[Record]) -> list[Record]:
-    """For each mode, the records of the last run that has it: these may be compared with each other."""
-    last = {r.mode: r.run_id for r in sorted(records, key=lambda r: r.time)}
-    return [r for r in records if r.run_id == last[r.mode]]
+    """For each mode, the records of the last run that has it, with that run's ceilings: these may be compared with each
+    other."""
+    last = {r.mode: r.run_id for r in sorted(records, key=lambda r: r.time) if r.mode != CEILINGS}
+    return [r for r in records if r.run_id == last.get(r.mode) or (r.mode == CEILINGS and r.run_id in last.values())]
 
 
 def _short(value: Any) -> Any:

@@ -89,7 +89,7 @@ def provenance(chosen: list[Record], everything: list[Record]) -> str:
     """Where the figures come from: device, versions, clocks, measured ceilings, commit, run."""
     r = chosen[-1]
     clocks = [c for x in chosen for c in (x.clock_mhz_before, x.clock_mhz_after) if c]
-    peaks = [x for x in everything if x.mode == CEILINGS]
+    peaks = [x for x in everything if x.mode == CEILINGS and x.run_id == r.run_id]
     words = [f"Device {r.device}", f"torch {r.torch}"]
     words += [f"triton {r.triton}"] if r.triton else []
     words += [f"driver {r.driver}"] if r.driver else []
