@@ -177,7 +177,7 @@ class _CudaClock:
         return ms
 
     def measure(self, run: Run, calls: int, batch: int) -> list[float]:
-        """Milliseconds per call, of `batch` samples of so many calls, all enqueued before the first one starts."""
+        """Milliseconds per call, of `batch` samples of so many calls, enqueued ahead of the device throughout."""
         events = [(self._event(), self._event()) for _ in range(batch)]
         ahead_ms = max(self.ahead_ms[id(run)] * calls + 0.02, 0.0) * batch  # none where the device is slower: no rest
         torch.cuda._sleep(int(self.spin_per_ms * min(ahead_ms + 0.1, 100.0)))  # type: ignore[no-untyped-call]
