@@ -260,7 +260,7 @@ class Measure:
             "MASK": mask, "LOWER": int(mask == 2 or expressions.has_lower_end(program)),
             "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0), "SINKS": int(p.sinks),
             "BALANCED": int(mask > 0), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
-            "TURNS": int(self.groups > 1 and not self.q_registers),
+            "TURNS": int(self.groups > 1 and not (self.q_registers and self.dim >= 128)),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32),
             "STAGED": int(self.staged),
         }  # fmt: skip
