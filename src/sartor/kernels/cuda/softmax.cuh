@@ -126,6 +126,14 @@ template <int N, bool BF16, bool SINK> struct Softmax {
   }
 };
 
+// base + ln(x), rounded about once: what is left to a coarse logarithm is from 2/3 to 4/3, so its error is small
+DEVICE float add_logarithm(float base, float x) {
+  const int bits = __float_as_int(x), whole = (bits - 0x3f2aaaab) >> 23;
+  const float e = float(whole), sum = fmaf(e, LN_2, base), added = sum - base;
+  const float lost = fmaf(e, LN_2, -added) + (base - (sum - added));
+  return sum + fmaf(logarithm2(__int_as_float(bits - (whole << 23))), LN_2, lost);
+}
+
 // The online softmax (Milakov and Gimelshein 2018) whose reference moves only when a maximum has grown a lot: a warp
 // votes. Scores are s * unit, weights 2^(s * unit * factor - reference), which float16 can hold with bits to spare below.
 template <int N> struct Online {
@@ -176,11 +184,11 @@ template <int N> struct Online {
     UNROLL for (int r = 0; r < 2; r++) {
       float l = quad_sum(sum[r]);
       const float own = top[r] * natural, highest = fmaxf(fmaxf(own, sink[r]), -MOST);
-      const float excess = fmaf(top[r], factor, -reference(r, factor));  // the margin, but for the reference's rounding
-      const float shrink = l == 0.f ? 0.f : power2((own - highest) * LOG2_E - excess);
+      const float excess = fmaf(top[r], factor, -reference(r, factor)) - margin;  // the reference's rounding
+      const float shrink = l == 0.f ? 0.f : power2((own - highest) * LOG2_E - margin) * fmaf(excess, -LN_2, 1.f);
       l = l * shrink + power2((sink[r] - highest) * LOG2_E);
       inverse[r] = l == 0.f ? 0.f : shrink / l;
-      lse[r] = l == 0.f ? -INF : fmaf(logarithm2(l), LN_2, highest);
+      lse[r] = l == 0.f ? -INF : add_logarithm(highest, l);
     }
   }
 };
