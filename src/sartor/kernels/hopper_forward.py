@@ -133,7 +133,8 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
 def section(p: Problem) -> int:
     """Heads whose tiles are in flight together: their keys and values stay in L2, but not all tiles read the same."""
     room, least = (64 << 20, 16) if p.dim <= 64 else (32 << 20, 32)
-    return max(least, min(room // (2 * p.seqlen_kv * (p.dim + p.dim_v)), 8192 // p.dim))
+    most = max(8192 // p.dim, p.seqlen_kv // 8)
+    return max(least, min(room // (2 * p.seqlen_kv * (p.dim + p.dim_v)), most))
 
 
 def width(dim: int, few: int) -> int:
