@@ -120,7 +120,7 @@ def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
     slices = -(-p.seqlen_q // 64) * p.group
     groups = (1, 2, 3) if slices == 1 else (3, 2, 1) if wide <= (120 if odd else 80) else (2, 1)
     narrow = wide > 176 or (odd and wide > 80)
-    widths = (64, 80, 96, 48, 32, 16) if narrow else (128, 112, 96, 80, 64, 192, 176, 160, 144, 48, 32, 16)
+    widths = (64, 80, 96, 48, 32, 16, 128) if narrow else (128, 112, 96, 80, 64, 192, 176, 160, 144, 48, 32, 16)
     return ((g, n, s) for g in groups for n in widths for s in (6, 5, 4, 3, 2))
 
 
@@ -235,6 +235,11 @@ class Measure:
         return 0 if program.keep is None else 1 if expressions.is_interval(program) else 2
 
     @property
+    def jobs(self) -> int:
+        """Notes on query tiles: one, so that the next is claimed late; two where tiles are short, or the note is read on."""
+        return 1 if self.mask == 1 and self.p.dim_v > 128 else 2
+
+    @property
     def near(self) -> tuple[int, ...]:
         """The aux values that are brought to shared memory tile by tile."""
         return expressions.near(self.p.program) if self.p.aux_on_16_bytes else ()
@@ -244,10 +249,10 @@ class Measure:
         step = 1024 if self.widths[1] else 1  # a chunk of 64 columns begins on 1024 bytes
         q_tile, k_tile = (-(-rows * qk // step) * step for rows in (64, self.block_n))
         tiles = q_buffers * self.groups * q_tile + self.stages_k * k_tile + self.stages_v * self.block_n * v
-        pairs = self.stages_k + self.stages_v + 2 + q_buffers * self.groups
+        pairs = self.stages_k + self.stages_v + self.jobs + q_buffers * self.groups
         near = sum(self.block_n * expressions.size(self.p.program.aux[i]) + 16 for i in self.near)
         job = 16 + (544 if self.mask == 2 else 32) * self.groups
-        return tiles + 16 * pairs + 2 * job + 64 * self.groups * near
+        return tiles + 16 * pairs + self.jobs * job + 64 * self.groups * near
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
@@ -257,7 +262,7 @@ class Measure:
             "DIM": self.dim, "DIM_V": self.dim_v, "DIM_EXACT": -(-p.dim // 8) * 8, "COLUMNS": p.dim_v,
             "WIDTH": width, "LAST": last, "WIDTH_V": width_v,
             "GROUPS": self.groups, "BLOCK_N": self.block_n, "STAGES_K": self.stages_k, "STAGES_V": self.stages_v,
-            "Q_BUFFERS": self.q_buffers, "Q_REGISTERS": int(self.q_registers), "ROWS": self.rows,
+            "Q_BUFFERS": self.q_buffers, "Q_REGISTERS": int(self.q_registers), "JOBS": self.jobs, "ROWS": self.rows,
             "MASK": mask, "LOWER": int(mask == 2 or expressions.has_lower_end(program)),
             "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0), "SINKS": int(p.sinks),
             "BALANCED": int(mask > 0), "RAGGED": int(p.seqlen_kv % self.block_n != 0),

@@ -29,7 +29,7 @@ SIGNATURE = "MMPqqqPqqqPqqqPPPPPPPPqqqiiiiiiiifff"  # of the kernel, before the 
 MAX_DIM_V = 128
 FEW_TILES = 8  # a head's query tiles that use up its keys faster than two warps a block split them
 STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
-SECTION_HEADS = 16  # that are worked on at the same time, at least
+SECTION_HEADS = 4  # that are worked on at the same time, at least
 
 
 class HopperFp32:
@@ -136,6 +136,11 @@ class Measure(hopper_forward.Measure):
     def q_buffers(self) -> int:
         """One: a warpgroup splits its queries when it begins with them."""
         return 1
+
+    @property
+    def jobs(self) -> int:
+        """Notes on query tiles: one, unless it is read on; the steps over keys are long."""
+        return 1 if self.mask == 1 else 2
 
     @property
     def row_bytes(self) -> tuple[int, int]:

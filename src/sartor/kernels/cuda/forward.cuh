@@ -1,8 +1,9 @@
 // What the Hopper forwards share: shared memory, the scheduler, the loader, and a warpgroup's place, mask and output.
 //
-// The kernel that includes this has named its tiles, QTile, KTile and VTile, and its measure in macros: DIM_V, COLUMNS
+// The kernel that includes this has named its tiles, QTile, KTile and VTile, how many key tiles before the end of a note its
+// place is free for the next (LEAD), and its measure in macros: DIM_V, COLUMNS
 // (of the output, at most DIM_V), GROUPS (consumer warpgroups), BLOCK_N (keys a tile), STAGES_K, STAGES_V, Q_BUFFERS,
-// ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval has a lower end), SCORE, PRESCALE,
+// JOBS (notes on query tiles: one, or one ahead), ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval has a lower end), SCORE, PRESCALE,
 // SINKS, BALANCED, RAGGED (the last key tile is not full), TURNS (warpgroups take turns at the tensor cores), WIDE (float32
 // output), BF16.
 #pragma once
@@ -31,17 +32,17 @@ struct Tensors {
 // ---- shared memory: tiles first, then pairs of barriers (full, empty), then jobs
 constexpr int AT_K = Q_BUFFERS * GROUPS * QTile::bytes, AT_V = AT_K + STAGES_K * KTile::bytes;
 constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
-constexpr int AT_JOBS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + 2 + Q_BUFFERS * GROUPS);
-constexpr int AT_NEAR = AT_JOBS + 2 * Job::bytes;  // NEAR_BYTES a consumer warp
+constexpr int AT_JOBS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + JOBS + Q_BUFFERS * GROUPS);
+constexpr int AT_NEAR = AT_JOBS + JOBS * Job::bytes;  // NEAR_BYTES a consumer warp
 
 struct Rings {
   Ring<STAGES_K> k;
   Ring<STAGES_V> v;
-  Ring<2> jobs;
+  Ring<JOBS> jobs;
   Ring<Q_BUFFERS> q;
   DEVICE Rings(u32 base, int group)
       : k(base + AT_BARRIERS), v(k.bars + 16 * STAGES_K), jobs(v.bars + 16 * STAGES_V),
-        q(jobs.bars + 32 + 16 * Q_BUFFERS * group) {}
+        q(jobs.bars + 16 * JOBS + 16 * Q_BUFFERS * group) {}
 
   static DEVICE void init(u32 base) {  // by one thread
     Rings rings(base, 0);
@@ -51,7 +52,8 @@ struct Rings {
   }
 };
 
-// ---- the scheduler: one warp that finds the next query tile and its keys, a tile or two ahead of everybody
+// ---- the scheduler: one warp that finds the next query tile and its keys, as late as the loader can wait for it: a block
+// that has claimed long tiles ahead leaves others idle in the end
 DEVICE void describe(const Place& at, u32 slot, const Shape& n, const Aux& x) {
   const bool lead = (threadIdx.x & 31) == 0;
   int lo = MASK ? n.seqlen_kv : 0, hi = MASK ? 0 : n.seqlen_kv;
@@ -93,24 +95,23 @@ DEVICE void describe(const Place& at, u32 slot, const Shape& n, const Aux& x) {
 
 struct Silent { DEVICE void operator()(const Place&) const {} };
 template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x, Tell tell = {}) {
-  Ring<2> jobs = Rings(base, 0).jobs;
+  Ring<JOBS> jobs = Rings(base, 0).jobs;
   const int lane = threadIdx.x & 31;
   const bool lead = lane == 0;
   int number = blockIdx.x;
 #pragma unroll 1
   while (number < n.tiles) {
-    int next = number + gridDim.x;
-    if (BALANCED && lead) next = atomicAdd(t.work, 1) + gridDim.x;
-    jobs.await_empty();
     const Place at = locate<BALANCED>(number, n);
     describe(at, base + AT_JOBS + jobs.stage() * Job::bytes, n, x);
     __syncwarp();
     if (lane < TELLERS) barrier_arrive(jobs.full());
     tell(at);
     jobs.next();
+    jobs.await_empty();
+    int next = number + gridDim.x;
+    if (BALANCED && lead) next = atomicAdd(t.work, 1) + gridDim.x;
     number = __shfl_sync(ALL, next, 0);
   }
-  jobs.await_empty();
   if (lead) shared_store(base + AT_JOBS + jobs.stage() * Job::bytes, -1);
   __syncwarp();
   if (lane < TELLERS) barrier_arrive(jobs.full());
@@ -147,10 +148,10 @@ template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const
         QTile::load(base + (g * Q_BUFFERS + rings.q.stage()) * QTile::bytes, t.q, rings.q.full() + skip, ONCE,
                     shared_load(slot + Job::first_query(g)), head * n.group + shared_load(slot + Job::first_head(g)), batch);
       }
+      if (j == imin(last, begin + LEAD)) barrier_arrive(rings.jobs.empty());
       if (!LATE || j < last) load_values(j + LATE, head, batch);
     }
     if (LATE) load_values(begin, head, batch);
-    barrier_arrive(rings.jobs.empty());
     rings.jobs.next();
     rings.q.next();
   }
