@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FORWARD = ("hopper_forward", "hopper_fp32", "fp32_forward", "triton_forward", "torch_cpu", "blocked", "reference")
-BACKWARD = ("hopper_fp32_backward", "fp32_backward", "triton_backward", "blocked_backward", "reference_backward")
+BACKWARD = ("hopper_fp32_backward", "fp32_backward", "triton_backward", "hopper_backward", "blocked_backward", "reference_backward")
 OTHERS = {  # kernels that are made from other kernels' files too
     "hopper_fp32": ("hopper_forward", "fp32_forward", "triton_forward"),
     "fp32_forward": ("triton_forward",),

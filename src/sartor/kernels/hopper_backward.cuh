@@ -1,0 +1,362 @@
+// Attention backward of float16 and bfloat16 for Hopper (sm_90a): one text, two kernels.
+//
+// A block holds rows of two operands, X and Y, each of its GROUPS warpgroups 64 of them, and steps over tiles of BLOCK rows
+// of the other two, x and y. KEYS: it holds keys and values, steps over queries and dout, and computes dk and dv. Otherwise
+// it holds queries and dout, steps over keys and values, and computes dq. Scores stand with the held rows along M, so that
+// weights and score gradients are A operands as they are:
+//
+//     s = X x^T    w = exp2(s - lse)    dp = Y y^T    ds = w (dp - delta)    dy += w y (KEYS)    dx += ds x
+//
+// Warpgroups share tiles and nothing else: while one makes weights, the others multiply.
+//
+// The measure, in macros: GROUPS, KEYS, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a swizzled chunk),
+// BLOCK, STAGES, HELD_REGISTERS (X and Y are A operands from registers), MASK (0 none, 1 an interval a row), BF16.
+#pragma once
+#include "cuda/expressions.cuh"
+#include "cuda/wgmma.cuh"
+
+using Held = Staged<DIM, 64, WIDTH>;
+using Tile = Staged<DIM, BLOCK, WIDTH>;
+using Half = Half16<BF16>;
+constexpr int THREADS = 128 * (GROUPS + 1), STEPS = DIM / 16;
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
+
+// ---- shared memory: held tiles, stepped tiles, of each stage lse and delta of its rows (KEYS), barriers
+constexpr int AT_STAGES = 2 * GROUPS * Held::bytes, STAGE_BYTES = 2 * Tile::bytes;
+constexpr int AT_ROWS = AT_STAGES + STAGES * STAGE_BYTES, DELTA = 4 * BLOCK, ROWS_BYTES = KEYS ? 8 * BLOCK : 0;
+constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES;
+
+struct Rings {
+  u32 held;  // a barrier
+  Ring<STAGES> tiles;
+  DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(held + 16) {}
+  DEVICE void init() const {  // by one thread; a stage is full when its two tiles and what goes with its rows are there
+    barrier_init(held, 2 * GROUPS);
+    tiles.init(4 * GROUPS, KEYS ? 3 : 2);
+    barrier_publish();
+  }
+};
+
+struct Tensors {
+  const TensorMap *held_x, *held_y, *x, *y;
+  const float *lse, *delta;  // (batch, heads_q, rows_pitch), lse as log2
+  u16 *dx, *dy;
+  i64 dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row;
+  int* marks;  // one for 64 held rows of a head
+};
+
+// What this block does
+struct Task {
+  const Tensors& t;
+  const Shape& n;
+  const Aux& x;
+  int batch, head, first;  // head: of the held operand
+
+  DEVICE int heads_q() const { return n.heads_kv * n.group; }
+  DEVICE int held() const { return KEYS ? n.seqlen_kv : n.seqlen_q; }
+  DEVICE int stepped() const { return KEYS ? n.seqlen_q : n.seqlen_kv; }
+  DEVICE int turns() const { return KEYS ? n.group : 1; }
+  // of the g-th turn, in its batch: the head that is stepped over, the head of queries
+  DEVICE int other(int g) const { return KEYS ? head * n.group + g : head / n.group; }
+  DEVICE int query_head(int g) const { return KEYS ? other(g) : head; }
+  DEVICE i64 row(int g) const { return (i64(batch) * heads_q() + query_head(g)) * (ceil_div(n.seqlen_q, 16) * 16); }
+  DEVICE int heads_held() const { return KEYS ? n.heads_kv : heads_q(); }
+  DEVICE Span span(int at, int g) const {
+#if MASK
+    return KEYS ? cols(batch, query_head(g), at, x, n) : rows(batch, query_head(g), at, x, n);
+#else
+    return {0, stepped(), 0, stepped()};
+#endif
+  }
+
+  // Stepped rows that `count` held rows from `from` on attend to: tiles [begin, end), those in [full_begin, full_end) whole
+  struct Range { int begin, end, full_begin, full_end; };
+  DEVICE Range range(int from, int count, int g) const {
+    int lo = 0, hi = stepped(), full_lo = 0, full_hi = stepped();
+    if (MASK) {
+      lo = stepped(), hi = 0;
+#pragma unroll 1
+      for (int i = threadIdx.x & 31; i < count; i += 32) {
+        const Span s = span(imin(from + i, held() - 1), g);
+        lo = imin(lo, s.lo), hi = imax(hi, s.hi), full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
+      }
+      lo = imax(warp_min(lo), 0), hi = imin(imax(warp_max(hi), 0), stepped());
+      full_lo = warp_max(full_lo), full_hi = imax(warp_min(full_hi), 0);
+    }
+    return {lo / BLOCK, ceil_div(hi, BLOCK), ceil_div(full_lo, BLOCK), full_hi / BLOCK};
+  }
+};
+
+DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread orders tiles
+  const Tensors& t = task.t;
+  const bool lead = (threadIdx.x & 31) == 0;
+  Rings rings(base);
+  if (lead) {
+    for (int g = 0; g < GROUPS; g++) {
+      const u32 to = base + 2 * g * Held::bytes;
+      Held::load(to, t.held_x, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
+      Held::load(to + Held::bytes, t.held_y, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
+    }
+  }
+#pragma unroll 1
+  for (int g = 0; g < task.turns(); g++) {
+    const Task::Range range = task.range(task.first, 64 * GROUPS, g);
+    const int head = task.other(g);
+#pragma unroll 1
+    for (int j = range.begin; j < range.end; j++) {
+      rings.tiles.await_empty();
+      const u32 to = base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES;
+      if (lead) {
+        Tile::load(to, t.x, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
+        Tile::load(to + Tile::bytes, t.y, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
+      }
+      rings.tiles.next();
+    }
+  }
+}
+
+// One warp brings lse and delta of the queries of a tile; those past the end get lse = +inf, which makes their weights 0
+DEVICE void bring_rows(u32 base, const Task& task) {
+  constexpr int EACH = BLOCK / 32;
+  const Tensors& t = task.t;
+  const int lane = threadIdx.x & 31;
+  Rings rings(base);
+#pragma unroll 1
+  for (int g = 0; g < task.turns(); g++) {
+    const Task::Range range = task.range(task.first, 64 * GROUPS, g);
+    const float *of_lse = t.lse + task.row(g), *of_delta = t.delta + task.row(g);
+#pragma unroll 1
+    for (int j = range.begin; j < range.end; j++) {
+      float lse[EACH], delta[EACH];
+      UNROLL for (int i = 0; i < EACH; i++) {
+        const int at = BLOCK * j + lane + 32 * i;
+        lse[i] = INF, delta[i] = 0.f;
+        if (at < task.stepped()) lse[i] = of_lse[at], delta[i] = of_delta[at];
+      }
+      rings.tiles.await_empty();
+      const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + 4 * lane;
+      UNROLL for (int i = 0; i < EACH; i++) {
+        shared_store(to + 128 * i, __float_as_int(lse[i])), shared_store(to + DELTA + 128 * i, __float_as_int(delta[i]));
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(rings.tiles.full());
+      rings.tiles.next();
+    }
+  }
+}
+
+struct Consumer {
+  const Task& task;
+  const u32 base;
+  const int group, lane, row;  // row: the first of this thread's two in its 64
+  const float factor, scale;
+  Rings rings;
+  float s[BLOCK / 2], dp[BLOCK / 2], dx[DIM / 2], dy[DIM / 2];
+  u32 a[BLOCK / 4], b[BLOCK / 4];  // weights and score gradients as A operands
+  float lse[2], delta[2];          // of held queries
+#if HELD_REGISTERS
+  u32 held_x[4 * STEPS], held_y[4 * STEPS];
+#endif
+
+  DEVICE Consumer(const Task& task, u32 base, int group, float factor, float scale)
+      : task(task), base(base), group(group), lane(threadIdx.x & 31), row((threadIdx.x >> 5 & 3) * 16 + (lane >> 2)),
+        factor(factor), scale(scale), rings(base) {}
+
+  DEVICE int first() const { return task.first + 64 * group; }
+  DEVICE u32 held_at() const { return base + 2 * group * Held::bytes; }
+  DEVICE u32 stage_at() const { return base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES; }
+  DEVICE u32 rows_at() const { return base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + 8 * (lane & 3); }
+  DEVICE void done() {
+    __syncwarp();  // all lanes have read what goes with its rows
+    if (lane == 0) barrier_arrive(rings.tiles.empty());
+    rings.tiles.next();
+  }
+  DEVICE static void read_two(float (&x)[2], u32 at) {
+    u32 low, high;
+    shared_load_pair(low, high, at);
+    x[0] = __int_as_float(low), x[1] = __int_as_float(high);
+  }
+
+  // ---- products
+#if HELD_REGISTERS
+  DEVICE void read_held(u32 (&to)[4 * STEPS], u32 from) {
+    UNROLL for (int k = 0; k < STEPS; k++) {
+      u32(&piece)[4] = *reinterpret_cast<u32(*)[4]>(to + 4 * k);
+      load_matrix(piece, from + Held::chunk(k) + Held::swizzled((threadIdx.x >> 5 & 3) * 16 + (lane & 15), k, lane >> 4));
+    }
+    pin(to);
+  }
+  DEVICE void multiply_rows(float (&to)[BLOCK / 2], const u32 (&held)[4 * STEPS], u32 stepped) {
+    const u32 columns = along_k(stepped);
+    UNROLL for (int k = 0; k < STEPS; k++) {
+      const u64 y = sixteen<Tile>(columns, k);
+      k ? Wgmma<BLOCK>::rs<false, false>(to, held + 4 * k, y) : Wgmma<BLOCK>::rs<true, false>(to, held, y);
+    }
+    wgmma_commit();
+  }
+#else
+  DEVICE void multiply_rows(float (&to)[BLOCK / 2], u32 held, u32 stepped) {  // to = held rows times stepped rows
+    const u32 columns = along_k(stepped), own = along_k(held);
+    UNROLL for (int k = 0; k < STEPS; k++) {
+      const u64 x = sixteen<Held>(own, k), y = sixteen<Tile>(columns, k);
+      k ? Wgmma<BLOCK>::ss<false>(to, x, y) : Wgmma<BLOCK>::ss<true>(to, x, y);
+    }
+    wgmma_commit();
+  }
+#endif
+  DEVICE void add_product(float (&sum)[DIM / 2], u32 (&w)[BLOCK / 4], u32 stepped) {  // sum += w times stepped rows
+    const u32 columns = across_k<Tile>(stepped);
+    pin(sum), pin(w);
+    wgmma_fence();
+    UNROLL for (int k = 0; k < BLOCK / 16; k++)
+      Wgmma<DIM>::rs<false, true>(sum, w + 4 * k, descriptor<Tile>(columns + (k * 16 * Tile::row_bytes >> 4)));
+    wgmma_commit();
+  }
+
+  // ---- of one tile
+  DEVICE void weigh() {  // weights in place of scores, 1 at most, however lse was rounded
+    UNROLL for (int i = 0; i < BLOCK / 8; i++) {
+      float column[2];
+      if (KEYS) read_two(column, rows_at() + 32 * i);
+      UNROLL for (int r = 0; r < 2; r++)
+        UNROLL for (int e = 0; e < 2; e++) {
+          float& w = s[4 * i + 2 * r + e];
+          w = power2(-larger(fmaf(-w, factor, KEYS ? column[e] : lse[r]), 0.f));
+        }
+    }
+  }
+  DEVICE void mask(int j, int g) {
+    UNROLL for (int r = 0; r < 2; r++) {
+      const Span span = task.span(imin(first() + row + 8 * r, task.held() - 1), g);
+      const int from = BLOCK * j + 2 * (lane & 3), lo = span.lo - from, hi = imin(span.hi, task.stepped()) - from;
+      UNROLL for (int i = 0; i < BLOCK / 4; i++) {
+        const int offset = i / 2 * 8 + i % 2;
+        if (offset >= hi || offset < lo) s[i / 2 * 4 + 2 * r + i % 2] = 0.f;
+      }
+    }
+  }
+  DEVICE void differentiate() {  // score gradients
+    UNROLL for (int i = 0; i < BLOCK / 8; i++) {
+      float column[2];
+      if (KEYS) read_two(column, rows_at() + DELTA + 32 * i);
+      UNROLL for (int r = 0; r < 2; r++) {
+        const int at = 4 * i + 2 * r;
+        const float low = s[at] * (dp[at] - (KEYS ? column[0] : delta[r]));
+        const float high = s[at + 1] * (dp[at + 1] - (KEYS ? column[1] : delta[r]));
+        b[2 * i + r] = Half::pack(low, high);
+      }
+    }
+  }
+
+  DEVICE void step(int j, int g, bool partial) {
+    const u32 x = stage_at(), y = x + Tile::bytes;
+    rings.tiles.await_full();
+    pin(s), pin(dp);
+    wgmma_fence();
+#if HELD_REGISTERS
+    multiply_rows(s, held_x, x), multiply_rows(dp, held_y, y);
+#else
+    multiply_rows(s, held_at(), x), multiply_rows(dp, held_at() + Held::bytes, y);
+#endif
+    wgmma_wait<1>();
+    pin(s);
+    weigh();
+    if (MASK && partial) mask(j, g);  // queries past the end have weights of 0, keys past it gradients
+    if (KEYS) {
+      UNROLL for (int i = 0; i < BLOCK / 4; i++) a[i] = Half::pack(s[2 * i], s[2 * i + 1]);
+      add_product(dy, a, y);
+    }
+    wgmma_wait<KEYS ? 1 : 0>();
+    pin(dp);
+    differentiate();
+    add_product(dx, b, x);
+    wgmma_wait<0>();
+    pin(dx);
+    if (KEYS) pin(dy);
+    done();
+  }
+
+  // This thread's two rows; whether something is not finite as it is stored
+  DEVICE bool store(const float (&sum)[DIM / 2], u16* to, i64 by_row, float scale) const {
+    bool lost = false;
+    UNROLL for (int r = 0; r < 2; r++) {
+      const int at = first() + row + 8 * r;
+      u32 test = 0;  // stays 0 unless something is not finite
+      UNROLL for (int i = 0; i < COLUMNS / 8; i++) {
+        const u32 both = Half::pack(sum[4 * i + 2 * r] * scale, sum[4 * i + 2 * r + 1] * scale);
+        test = Half::add_zero_times(test, both);
+        if (at < task.held()) *reinterpret_cast<u32*>(to + at * by_row + 8 * i + 2 * (lane & 3)) = both;
+      }
+      lost |= at < task.held() && test;
+    }
+    return lost;
+  }
+  DEVICE void finish() {
+    const Tensors& t = task.t;
+    bool lost = store(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale);
+    if (KEYS) lost |= store(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, 1.f);
+#if MASK
+    lost = group_any(1 + group, lost);
+    const int slices = ceil_div(task.held(), 64), slice = first() / 64;
+    const int flat = task.batch * task.heads_held() + task.head;
+    if ((threadIdx.x & 127) == 0 && slice < slices) t.marks[flat * slices + (KEYS ? slice : slices - 1 - slice)] = lost;
+#endif
+  }
+
+  DEVICE void run() {
+    UNROLL for (int i = 0; i < DIM / 2; i++) dx[i] = 0.f;
+    if (KEYS) {
+      UNROLL for (int i = 0; i < DIM / 2; i++) dy[i] = 0.f;
+    } else {
+      UNROLL for (int r = 0; r < 2; r++) {
+        const int at = first() + row + 8 * r;
+        lse[r] = INF, delta[r] = 0.f;
+        if (at < task.held()) lse[r] = task.t.lse[task.row(0) + at], delta[r] = task.t.delta[task.row(0) + at];
+      }
+    }
+    barrier_wait(rings.held, 0);
+#if HELD_REGISTERS
+    read_held(held_x, held_at()), read_held(held_y, held_at() + Held::bytes);
+#endif
+#pragma unroll 1
+    for (int g = 0; g < task.turns(); g++) {
+      const Task::Range all = task.range(task.first, 64 * GROUPS, g), own = task.range(first(), 64, g);
+#pragma unroll 1
+      for (int j = all.begin; j < all.end; j++) {
+        if (MASK && (j < own.begin || j >= own.end)) {
+          rings.tiles.await_full(), done();
+        } else {
+          step(j, g, j < own.full_begin || j >= own.full_end);
+        }
+      }
+    }
+    finish();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hopper_backward(const __grid_constant__ TensorMap held_x, const __grid_constant__ TensorMap held_y,
+                    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const float* lse,
+                    const float* delta, u16* dx, i64 dx_batch, i64 dx_head, i64 dx_row, u16* dy, i64 dy_batch, i64 dy_head,
+                    i64 dy_row, int* marks, int heads_kv, int group, int seqlen_q, int seqlen_kv, float factor,
+                    float scale AUX_PARAMETERS) {
+  extern __shared__ u8 memory[];
+  const u32 base = (shared_address(memory) + 1023) & ~1023u;
+  const Tensors t{&held_x, &held_y, &x, &y, lse, delta, dx, dy, dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row, marks};
+  const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
+  const Aux aux{AUX_VALUES};
+  const int heads = KEYS ? heads_kv : heads_kv * group, tiles = ceil_div(KEYS ? seqlen_kv : seqlen_q, 64 * GROUPS);
+  const int flat = blockIdx.x / tiles, tile = blockIdx.x - flat * tiles;  // the longest first where a mask is causal
+  const Task task{t, n, aux, flat / heads, flat % heads, (KEYS ? tile : tiles - 1 - tile) * 64 * GROUPS};
+  if (threadIdx.x == 0) Rings(base).init();
+  __syncthreads();
+  const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);
+  if (warp < 4) {
+    registers_fewer<PRODUCER_REGISTERS>();
+    if (warp == 0) load(base, task);
+    if (KEYS && warp == 1) bring_rows(base, task);
+  } else {
+    registers_more<CONSUMER_REGISTERS>();
+    Consumer(task, base, warp / 4 - 1, factor, scale).run();
+  }
+}

@@ -1,0 +1,205 @@
+"""The Hopper backward of float16 and bfloat16, host side. The kernels are in the .cuh beside.
+
+It is `triton_backward` with dq, and dk with dv, in CUDA C++. What comes before them, and what computes marked tiles
+again, are that kernel's launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sartor import nvrtc
+from sartor.device import Device
+from sartor.kernels import hopper_forward
+from sartor.kernels.algebra import sink_gradient
+from sartor.kernels.cuda import expressions
+from sartor.kernels.parts import launch
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
+from sartor.kernels.triton_backward import TritonBackward
+from sartor.problem import Problem
+
+if launch.available():
+    from sartor.kernels.parts import codegen
+
+SIGNATURE = "MMMMPPPqqqPqqqPiiiiff"  # of the kernels, before the aux values
+DIMS = range(64, 129, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
+AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
+
+
+class HopperBackward(TritonBackward):
+    """See the module."""
+
+    name = "hopper_backward"
+    family = "hopper"
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """What the copy engine, wgmma and the run-time compiler need."""
+        why = launch.reasons(p, dev) + hopper_forward.reasons(p, dev)
+        if p.dtype not in (torch.float16, torch.bfloat16):
+            why.append(f"needs float16 or bfloat16, got {p.dtype}")
+        if p.dim != p.dim_v or p.dim not in DIMS:
+            why.append(f"needs equal head dims, {DIMS[0]} to {DIMS[-1]}, multiples of 8, got {p.dim} and {p.dim_v}")
+        if not p.rows_on_16_bytes:
+            why.append("needs rows of q, k and v that start on 16 bytes, got strides or addresses that do not")
+        if p.program.score is not None:
+            why.append(f"needs scores as they are: registers hold weights in their place, got {p.score_name}")
+        if p.program.keep is not None and not expressions.is_interval_both_ways(p.program):
+            why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
+        return why
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """One: registers leave little choice."""
+        dkdv, dq = Measure.of(p, True), Measure.of(p, False)
+        then = Tile(64 * dq.groups, dq.block, 4 * (dq.groups + 1), dq.stages)
+        yield Tile(dkdv.block, 64 * dkdv.groups, 4 * (dkdv.groups + 1), dkdv.stages, then)
+
+    def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
+        """Whether it is that one."""
+        return tile in self.tiles(p, dev)
+
+    def shared_bytes(self, plan: Plan) -> int:
+        """Dynamic shared memory that a block takes, of the two kernels the one that takes more."""
+        return max(Measure.of(plan.problem, keys).shared_bytes for keys in (False, True))
+
+    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
+        """dq, dk, dv, dsinks: `prepare`, the two launches of CUDA C++, those over what they marked."""
+        p = plan.problem
+        work = self.workspace(p, x, saved)
+        changed = self.changed(x, saved, work)
+        if x.aux:
+            changed["aux"] = codegen.aux_arguments(x.aux, p.program)
+        key = work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
+        with torch.cuda.device(x.q.device):
+            kernels: Any = plan.cache.get(("hopper", key))
+            if kernels is None:
+                kernels = plan.cache["hopper", key] = [Ready.of(Measure.of(p, keys), x, work) for keys in (False, True)]
+            self._around(0, plan, x, saved, work, changed, key)
+            for kernel in kernels:
+                kernel.start(x, work)
+            self._around(1, plan, x, saved, work, changed, key)
+        return Gradients(work["dq"], work["dk"], work["dv"], dsinks=sink_gradient(x, saved.lse, work["delta"]))
+
+    def sections(
+        self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]
+    ) -> tuple[list[launch.Launch], ...]:
+        """The launches of `triton_backward` before dq, dk and dv, and after them."""
+        steps = self.steps(replace(plan, tile=AGAIN), x, saved, work, {})
+        return steps[:1], [step for step in steps if step.name.endswith("repair")]
+
+    def workspace(self, p: Problem, x: Operands, saved: Saved) -> dict[str, torch.Tensor]:
+        """As for `triton_backward`, with dout as the copy engine wants it: every row on 16 bytes, none of them twice."""
+        work = super().workspace(p, x, saved)
+        dout = work["dout"]
+        rows = all(dout.stride(i) % 8 == 0 and dout.stride(i) for i in range(3) if dout.shape[i] > 1)
+        if not rows or dout.data_ptr() % 16:
+            work["dout"] = dout.clone(memory_format=torch.contiguous_format)
+        return work
+
+    def _around(
+        self, part: int, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor],
+        changed: dict[str, Any], key: object,
+    ) -> None:  # fmt: skip
+        """One of the two sections."""
+        if not launch.again(changed, plan.cache, (part, key)):
+            launch.run(self.sections(plan, x, saved, work)[part], plan.cache, (part, key))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a kernel is cut to: see the head of the .cuh. `keys` says that it is the one for dk and dv."""
+
+    p: Problem
+    keys: bool
+    groups: int  # warpgroups that multiply
+    block: int = 64  # rows of a tile that is stepped over
+    held_registers: bool = False
+    near = ()  # nothing is read for every pair
+
+    @classmethod
+    def of(cls, p: Problem, keys: bool) -> Measure:
+        """The measure of a problem."""
+        return cls(p, keys, 3 if p.dim <= 64 or not keys else 2)
+
+    @property
+    def dim(self) -> int:
+        """Columns: a multiple of 16, a step of a product."""
+        return -(-self.p.dim // 16) * 16
+
+    @property
+    def width(self) -> int:
+        """Columns of a swizzled chunk."""
+        return hopper_forward.width(self.p.dim, 64)
+
+    @property
+    def stages(self) -> int:
+        """Pairs of tiles stepped over that shared memory has room for."""
+        return max(n for n in (1, 2, 3, 4) if self._bytes(n) <= 227 << 10)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
+        return self._bytes(self.stages)
+
+    def _bytes(self, stages: int) -> int:
+        row = 2 * self.width * -(-self.dim // self.width)
+        stage = 2 * self.block * row + (8 * self.block if self.keys else 0)
+        return 2 * self.groups * 64 * row + stages * stage + 16 * (1 + stages) + 1024
+
+    def defines(self) -> dict[str, Any]:
+        """Macros by name."""
+        p = self.p
+        return {
+            "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": self.dim, "COLUMNS": p.dim, "WIDTH": self.width,
+            "BLOCK": self.block, "STAGES": self.stages, "HELD_REGISTERS": int(self.held_registers),
+            "MASK": int(p.program.keep is not None), "BF16": int(p.dtype == torch.bfloat16),
+        }  # fmt: skip
+
+    def compile(self) -> nvrtc.Binary:
+        """The kernel; needs no GPU."""
+        dtype = "bf16" if self.p.dtype == torch.bfloat16 else "f16"
+        return hopper_forward.build(self, dtype, "hopper_backward", {self.block, self.dim})
+
+
+@dataclass
+class Ready:
+    """One of the two kernels, compiled, with what does not change between calls of one key."""
+
+    measure: Measure
+    kernel: nvrtc.Kernel
+    grid: int
+    maps: dict[str, nvrtc.TensorMaps]  # by name: what is held, then what is stepped over
+    numbers: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, m: Measure, x: Operands, work: dict[str, torch.Tensor]) -> Ready:
+        """Everything the launches of a plan need."""
+        p = m.p
+        letters = SIGNATURE + expressions.signature(p.program)
+        kernel = nvrtc.Kernel(m.compile(), "hopper_backward", letters, 128 * (m.groups + 1), m.shared_bytes)
+        tensors = {"q": x.q, "dout": work["dout"], "k": x.k, "v": x.v}
+        names = ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v")
+        rows = dict(zip(names, (64, 64, m.block, m.block), strict=True))
+        length, heads = (p.seqlen_kv, p.heads_kv) if m.keys else (p.seqlen_q, p.heads_q)
+        return cls(
+            m, kernel, p.batch * heads * -(-length // (64 * m.groups)),
+            {name: hopper_forward._maps(tensors[name], (rows[name], 1), m.width) for name in names},
+            (p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, p.softmax_scale * launch.LOG2_E, p.softmax_scale),
+        )  # fmt: skip
+
+    def start(self, x: Operands, work: dict[str, torch.Tensor]) -> None:
+        """The launch."""
+        tensors = {"q": x.q, "dout": work["dout"], "k": x.k, "v": x.v}
+        dx, dy, marks = ("dk", "dv", "bad_kv") if self.measure.keys else ("dq", "dq", "bad_q")
+        self.kernel.launch(self.grid, (
+            *(maps[tensors[name].data_ptr()] for name, maps in self.maps.items()),
+            work["lse_log2"].data_ptr(), work["delta"].data_ptr(),
+            work[dx].data_ptr(), *launch.strides(work[dx]), work[dy].data_ptr(), *launch.strides(work[dy]),
+            work[marks].data_ptr(), *self.numbers, *expressions.arguments(x.aux, self.measure.p.program),
+        ))  # fmt: skip
+
+
+SPEC = HopperBackward()
