@@ -19,7 +19,7 @@ using Held = Staged<DIM, 64, WIDTH>;
 using Tile = Staged<DIM, BLOCK, WIDTH>;
 using Half = Half16<BF16>;
 constexpr int THREADS = 128 * (GROUPS + 1), STEPS = DIM / 16;
-constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 240;
 
 // ---- shared memory: held tiles, stepped tiles, of each stage lse and delta of its rows (KEYS), barriers
 constexpr int AT_STAGES = 2 * GROUPS * Held::bytes, STAGE_BYTES = 2 * Tile::bytes;
@@ -215,9 +215,10 @@ struct Consumer {
 
   // ---- of one tile
   DEVICE void weigh() {  // weights in place of scores, 1 at most, however lse was rounded
+    const u32 at = rows_at();
     UNROLL for (int i = 0; i < BLOCK / 8; i++) {
       float column[2];
-      if (KEYS) read_two(column, rows_at() + 32 * i);
+      if (KEYS) read_two(column, at + 32 * i);
       UNROLL for (int r = 0; r < 2; r++)
         UNROLL for (int e = 0; e < 2; e++) {
           float& w = s[4 * i + 2 * r + e];
@@ -235,15 +236,16 @@ struct Consumer {
       }
     }
   }
-  DEVICE void differentiate() {  // score gradients
+  DEVICE void differentiate() {  // score gradients, and weights as they are multiplied
+    const u32 from = rows_at() + DELTA;
     UNROLL for (int i = 0; i < BLOCK / 8; i++) {
       float column[2];
-      if (KEYS) read_two(column, rows_at() + DELTA + 32 * i);
+      if (KEYS) read_two(column, from + 32 * i);
       UNROLL for (int r = 0; r < 2; r++) {
         const int at = 4 * i + 2 * r;
         const float low = s[at] * (dp[at] - (KEYS ? column[0] : delta[r]));
         const float high = s[at + 1] * (dp[at + 1] - (KEYS ? column[1] : delta[r]));
-        b[2 * i + r] = Half::pack(low, high);
+        a[2 * i + r] = Half::pack(s[at], s[at + 1]), b[2 * i + r] = Half::pack(low, high);
       }
     }
   }
@@ -262,13 +264,10 @@ struct Consumer {
     pin(s);
     weigh();
     if (MASK && partial) mask(j, g);  // queries past the end have weights of 0, keys past it gradients
-    if (KEYS) {
-      UNROLL for (int i = 0; i < BLOCK / 4; i++) a[i] = Half::pack(s[2 * i], s[2 * i + 1]);
-      add_product(dy, a, y);
-    }
-    wgmma_wait<KEYS ? 1 : 0>();
+    wgmma_wait<0>();
     pin(dp);
     differentiate();
+    if (KEYS) add_product(dy, a, y);
     add_product(dx, b, x);
     wgmma_wait<0>();
     pin(dx);
