@@ -91,7 +91,7 @@ class HopperBackward(TritonBackward):
         return steps[:1], [step for step in steps if step.name.endswith("repair")]
 
     def workspace(self, p: Problem, x: Operands, saved: Saved) -> dict[str, torch.Tensor]:
-        """As for `triton_backward`, with dout as the copy engine wants it: every row on 16 bytes, none of them twice."""
+        """As for `triton_backward`, with dout as the copy engine wants it: rows on 16 bytes, none twice."""
         work = super().workspace(p, x, saved)
         dout = work["dout"]
         rows = all(dout.stride(i) % 8 == 0 and dout.stride(i) for i in range(3) if dout.shape[i] > 1)

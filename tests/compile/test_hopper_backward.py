@@ -1,0 +1,110 @@
+"""The Hopper backward of 16-bit floats as NVRTC compiles it here: no product serialised, no spill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sartor import kernels, mods, nvrtc
+from sartor.device import ARCHITECTURES
+from sartor.kernels.parts import launch
+from sartor.kernels.spec import Operands, Plan, Saved
+from sartor.problem import Call, Problem
+
+if nvrtc.missing() or not launch.available():
+    pytest.skip(nvrtc.missing() or "needs Triton, whose launches stand around it", allow_module_level=True)
+
+from sartor.kernels.hopper_backward import Measure
+
+DEVICE = ARCHITECTURES[90]
+SPEC = kernels.load("hopper_backward")
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def problem(dim=128, dim_v=None, heads=(4, 4), dtype=torch.bfloat16, **options):
+    shapes = ((2, 1000, heads[0], dim), (2, 1000, heads[1], dim), (2, 1000, heads[1], dim_v or dim))
+    return Problem.of(Call(*(meta(*s, dtype=dtype) for s in shapes), **options))
+
+
+@pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (90, 30)}], ids=str)
+@pytest.mark.parametrize("dim", [64, 72, 80, 96, 112, 128])
+def test_kernels(dim, options, keys):
+    measure = Measure.of(problem(dim, **options), keys)
+    binary = measure.compile()
+    (found,) = binary.resources.values()
+    assert found.spill_bytes == 0
+    assert "C75" not in binary.log  # what ptxas says of wgmma it has to serialise
+    assert measure.shared_bytes <= launch.room(DEVICE)
+    assert measure.stages >= 2
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, ".F32"), (torch.bfloat16, ".F32.BF16")], ids=str)
+def test_products(dtype, name):
+    """Of 8 steps for the scores and for dp, of 4 for each gradient."""
+    try:
+        sass = [Measure.of(problem(dtype=dtype), keys).compile().sass() for keys in (False, True)]
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    for text, gradients in zip(sass, (1, 2), strict=True):
+        assert text.count(f"HGMMA.64x64x16{name} ") == 2 * 8
+        assert text.count(f"HGMMA.64x128x16{name} ") == 4 * gradients
+
+
+def test_reasons():
+    """Each thing the kernel cannot do is said; the portable kernel does it."""
+    for p, words in (
+        (problem(136), "64 to 128"),
+        (problem(56), "64 to 128"),
+        (problem(100), "multiples of 8"),
+        (problem(128, 64), "equal head dims"),
+        (problem(dtype=torch.float32), "got torch.float32"),
+        (problem(softcap=2.0), "got softcap"),
+        (problem(mask=meta(1000, dtype=torch.bool)), "one interval"),
+        (problem(mask=mods.document(meta(2, 1000, dtype=torch.int64))), "one interval"),
+    ):
+        assert any(words in why for why in SPEC.why_not(p, DEVICE))
+        assert kernels.load("triton_backward").why_not(p, DEVICE) == []
+    for options in ({}, {"causal": "top_left"}, {"window": (100, 3)}, {"sinks": meta(4)}, {"heads": (6, 2)}):
+        assert SPEC.why_not(problem(**options), DEVICE) == []
+    assert any("8.0" in why for why in SPEC.why_not(problem(), ARCHITECTURES[80]))
+
+
+def test_tile():
+    p = problem()
+    (tile,) = SPEC.tiles(p, DEVICE)
+    assert SPEC.fits(p, DEVICE, tile)
+    assert not SPEC.fits(p, DEVICE, replace(tile, block_m=32))
+    assert SPEC.shared_bytes(Plan(SPEC, p, DEVICE, tile, "test")) <= launch.room(DEVICE)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_launches_around(causal):
+    p = problem(causal=causal)
+    q = meta(2, 1000, 4, 128)
+    x, saved = Operands(q, q, q, aux=(0,) if causal else ()), Saved(q, meta(2, 4, 1000, dtype=torch.float32), q, None)
+    work = SPEC.workspace(p, x, saved)
+    (tile,) = SPEC.tiles(p, DEVICE)
+    before, after = SPEC.sections(Plan(SPEC, p, DEVICE, tile, "test"), x, saved, work)
+    assert [step.name for step in before] == ["prepare"]
+    assert [step.name for step in after] == (["dkdv repair", "dq repair"] if causal else [])
+
+
+@pytest.mark.parametrize("case", ["dense", "of a sum", "a column more", "heads outermost"])
+def test_rows_of_dout(case):
+    """The copy engine wants them on 16 bytes, each in a place of its own; others are copied."""
+    q = meta(2, 1000, 4, 128)
+    dout = {
+        "dense": q, "of a sum": meta().expand(q.shape), "a column more": meta(2, 1000, 4, 129)[..., :128],
+        "heads outermost": meta(2, 4, 1000, 128).transpose(1, 2),
+    }[case]  # fmt: skip
+    saved = Saved(q, meta(2, 4, 1000, dtype=torch.float32), dout, None)
+    found = SPEC.workspace(problem(), Operands(q, q, q), saved)["dout"]
+    assert (found is dout) == (case in ("dense", "heads outermost"))
+    assert found.stride(3) == 1
+    assert all(n > 0 and n % 8 == 0 for n in found.stride()[:3])

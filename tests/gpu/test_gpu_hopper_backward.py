@@ -1,0 +1,113 @@
+"""The Hopper backward of 16-bit floats on CUDA, by budgets of the float64 reference: masks, lengths, dims, NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sartor
+from sartor import kernels, nvrtc, testing
+from sartor.device import Device
+from sartor.kernels.spec import Operands, Plan, Saved
+from sartor.problem import Call, Problem, aux_values
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not nvrtc.missing()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC")]
+BF16, FP16 = torch.bfloat16, torch.float16
+MASKS = [{}, {"causal": True}, {"causal": "top_left"}, {"window": (90, 30)}, {"causal": True, "window": (70, 0)}]
+LENGTHS = [(1, 2), (17, 300), (300, 17), (64, 128), (129, 65), (1000, 500)]
+
+
+def inputs(b=2, hq=4, hkv=2, sq=600, skv=700, d=128, dtype=BF16):
+    return testing.make_inputs(b, hq, hkv, sq, skv, d, d, dtype, "cuda", "bshd", 0)
+
+
+def gradients(q, k, v, dout, dlse=None, name="hopper_backward", **options):
+    """dq, dk, dv, and dsinks where there are sinks."""
+    call = Call(q, k, v, **options)
+    p, device, spec = Problem.of(call), Device.of(torch.device("cuda")), kernels.load(name)
+    assert spec.why_not(p, device) == []
+    plan = Plan(spec, p, device, next(iter(spec.tiles(p, device))), "test")
+    out, lse = sartor.attention(q, k, v, return_lse=True, **options)
+    return spec.run(plan, Operands(q, k, v, call.sinks, aux_values(call)), Saved(out, lse, dout, dlse))
+
+
+def check(q, k, v, dout=None, dlse=None, **options):
+    """By budget."""
+    dout = testing.make_like(q) if dout is None else dout
+    found = gradients(q, k, v, dout, dlse, **options)._asdict()
+    found = {name: gradient for name, gradient in found.items() if gradient is not None}
+    testing.check_all(found, q, k, v, dout, dlse, **options)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_masks(dim, options):
+    check(*inputs(d=dim), **options)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(lengths, causal):
+    check(*inputs(hq=6, sq=lengths[0], skv=lengths[1]), causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dim", [72, 80, 88, 96, 104, 112, 120])
+def test_dims(dim, dtype):
+    check(*inputs(b=1, d=dim, dtype=dtype), causal=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_gradient_of_lse(dtype):
+    q, k, v = inputs(dtype=dtype)
+    check(q, k, v, dlse=torch.randn(2, 4, 600, device="cuda"), causal=True)
+
+
+def test_sinks():
+    check(*inputs(), causal=True, sinks=torch.randn(4, device="cuda"))
+
+
+def test_rows_of_dout():
+    """One row that stands for all, rows that begin anywhere."""
+    q, k, v = inputs()
+    check(q, k, v, torch.ones(1, dtype=BF16, device="cuda").expand(q.shape))
+    check(q, k, v, torch.nn.functional.pad(testing.make_like(q), (1, 0))[..., 1:])
+
+
+def test_strided_inputs():
+    q, k, v = torch.randn(2, 500, 3, 4, 128, device="cuda").to(BF16).unbind(2)
+    check(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_masked_keys_reach_nothing(value):
+    """Marked tiles are computed again: what no query sees changes no gradient of what it does see."""
+    q, k, v = inputs(sq=100, skv=300)
+    dout = testing.make_like(q)
+    clean = gradients(q, k, v, dout, causal="top_left")
+    k[:, 100:], v[:, 100:] = value, value
+    spoilt = gradients(q, k, v, dout, causal="top_left")
+    assert all(x.isfinite().all() for x in spoilt[:3])
+    for x, y in zip(spoilt[:3], clean[:3], strict=True):
+        assert (x - y).norm() <= 2 * torch.finfo(BF16).eps * y.norm()
+
+
+def test_portable_kernel_agrees():
+    q, k, v = inputs()
+    dout = testing.make_like(q)
+    own, portable = (gradients(q, k, v, dout, name=n, causal=True) for n in ("hopper_backward", "triton_backward"))
+    for x, y in zip(own[:3], portable[:3], strict=True):
+        assert (x - y).norm() <= 2 * torch.finfo(BF16).eps * y.norm()
+
+
+def test_bits():
+    """Run to run; and of one head of many as of that head alone."""
+    q, k, v = inputs(b=4, hq=16, hkv=16)
+    dout = testing.make_like(q)
+    first = gradients(q, k, v, dout, causal=True)[:3]
+    for _ in range(5):
+        assert all(map(torch.equal, gradients(q, k, v, dout, causal=True)[:3], first))
+    alone = gradients(*(t[1:2, :, 3:4] for t in (q, k, v, dout)), causal=True)[:3]
+    for found, whole in zip(alone, first, strict=True):
+        assert torch.equal(found, whole[1:2, :, 3:4])
