@@ -275,16 +275,33 @@ struct Consumer {
     done();
   }
 
+  // Of four neighbouring threads, the b-th gets the b-th words of all
+  DEVICE void turn(u32 (&a)[4]) const {
+    u32 y = lane & 1 ? a[0] : a[1], z = lane & 1 ? a[2] : a[3];
+    y = __shfl_xor_sync(ALL, y, 1), z = __shfl_xor_sync(ALL, z, 1);
+    if (lane & 1) a[0] = y, a[2] = z; else a[1] = y, a[3] = z;
+    y = lane & 2 ? a[0] : a[2], z = lane & 2 ? a[1] : a[3];
+    y = __shfl_xor_sync(ALL, y, 2), z = __shfl_xor_sync(ALL, z, 2);
+    if (lane & 2) a[0] = y, a[1] = z; else a[2] = y, a[3] = z;
+  }
   // This thread's two rows; whether something is not finite as it is stored
   DEVICE bool store(const float (&sum)[DIM / 2], u16* to, i64 by_row, float scale) const {
     bool lost = false;
     UNROLL for (int r = 0; r < 2; r++) {
       const int at = first() + row + 8 * r;
       u32 test = 0;  // stays 0 unless something is not finite
-      UNROLL for (int i = 0; i < COLUMNS / 8; i++) {
-        const u32 both = Half::pack(sum[4 * i + 2 * r] * scale, sum[4 * i + 2 * r + 1] * scale);
-        test = Half::add_zero_times(test, both);
-        if (at < task.held()) *reinterpret_cast<u32*>(to + at * by_row + 8 * i + 2 * (lane & 3)) = both;
+      u16* place = to + at * by_row;
+      UNROLL for (int i = 0; i < COLUMNS / 8; i += 4) {  // four threads turn 4x4 words: 16 bytes each
+        u32 words[4];
+        UNROLL for (int b = 0; b < 4; b++) {
+          const int from = 4 * imin(i + b, COLUMNS / 8 - 1) + 2 * r;
+          words[b] = Half::pack(sum[from] * scale, sum[from + 1] * scale);
+          test = Half::add_zero_times(test, words[b]);
+        }
+        turn(words);
+        const int column = 8 * (i + (lane & 3));
+        if (at < task.held() && column < COLUMNS)
+          *reinterpret_cast<uint4*>(place + column) = make_uint4(words[0], words[1], words[2], words[3]);
       }
       lost |= at < task.held() && test;
     }
