@@ -72,6 +72,7 @@ struct Task {
   // Stepped rows that `count` held rows from `from` on attend to: tiles [begin, end), those in [full_begin, full_end) whole
   struct Range { int begin, end, full_begin, full_end; };
   DEVICE Range range(int from, int count, int g) const {
+    if (from >= held()) return {0, 0, 0, 0};  // the last block may have more warpgroups than rows for them
     int lo = 0, hi = stepped(), full_lo = 0, full_hi = stepped();
     if (MASK) {
       lo = stepped(), hi = 0;
@@ -339,7 +340,7 @@ struct Consumer {
       const Task::Range all = task.range(task.first, 64 * GROUPS, g), own = task.range(first(), 64, g);
 #pragma unroll 1
       for (int j = all.begin; j < all.end; j++) {
-        if (MASK && (j < own.begin || j >= own.end)) {
+        if (j < own.begin || j >= own.end) {
           rings.tiles.await_full(), done();
         } else {
           step(j, g, j < own.full_begin || j >= own.full_end);
