@@ -12,13 +12,12 @@
 // The measure, in macros: GROUPS, KEYS, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a swizzled chunk),
 // BLOCK, STAGES, HELD_REGISTERS (X and Y are A operands from registers), MASK (0 none, 1 an interval a row), BF16.
 #pragma once
-#include "cuda/expressions.cuh"
 #include "cuda/wgmma.cuh"
 
 using Held = Staged<DIM, 64, WIDTH>;
 using Tile = Staged<DIM, BLOCK, WIDTH>;
 using Half = Half16<BF16>;
-constexpr int THREADS = 128 * (GROUPS + 1), STEPS = DIM / 16;
+constexpr int STEPS = DIM / 16;
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 240;
 
 // ---- shared memory: held tiles, stepped tiles, of each stage lse and delta of its rows (KEYS), barriers
@@ -44,49 +43,7 @@ struct Tensors {
   i64 dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row;
   int* marks;  // one for 64 held rows of a head
 };
-
-// What this block does
-struct Task {
-  const Tensors& t;
-  const Shape& n;
-  const Aux& x;
-  int batch, head, first;  // head: of the held operand
-
-  DEVICE int heads_q() const { return n.heads_kv * n.group; }
-  DEVICE int held() const { return KEYS ? n.seqlen_kv : n.seqlen_q; }
-  DEVICE int stepped() const { return KEYS ? n.seqlen_q : n.seqlen_kv; }
-  DEVICE int turns() const { return KEYS ? n.group : 1; }
-  // of the g-th turn, in its batch: the head that is stepped over, the head of queries
-  DEVICE int other(int g) const { return KEYS ? head * n.group + g : head / n.group; }
-  DEVICE int query_head(int g) const { return KEYS ? other(g) : head; }
-  DEVICE i64 row(int g) const { return (i64(batch) * heads_q() + query_head(g)) * (ceil_div(n.seqlen_q, 16) * 16); }
-  DEVICE int heads_held() const { return KEYS ? n.heads_kv : heads_q(); }
-  DEVICE Span span(int at, int g) const {
-#if MASK
-    return KEYS ? cols(batch, query_head(g), at, x, n) : rows(batch, query_head(g), at, x, n);
-#else
-    return {0, stepped(), 0, stepped()};
-#endif
-  }
-
-  // Stepped rows that `count` held rows from `from` on attend to: tiles [begin, end), those in [full_begin, full_end) whole
-  struct Range { int begin, end, full_begin, full_end; };
-  DEVICE Range range(int from, int count, int g) const {
-    if (from >= held()) return {0, 0, 0, 0};  // the last block may have more warpgroups than rows for them
-    int lo = 0, hi = stepped(), full_lo = 0, full_hi = stepped();
-    if (MASK) {
-      lo = stepped(), hi = 0;
-#pragma unroll 1
-      for (int i = threadIdx.x & 31; i < count; i += 32) {
-        const Span s = span(imin(from + i, held() - 1), g);
-        lo = imin(lo, s.lo), hi = imax(hi, s.hi), full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
-      }
-      lo = imax(warp_min(lo), 0), hi = imin(imax(warp_max(hi), 0), stepped());
-      full_lo = warp_max(full_lo), full_hi = imax(warp_min(full_hi), 0);
-    }
-    return {lo / BLOCK, ceil_div(hi, BLOCK), ceil_div(full_lo, BLOCK), full_hi / BLOCK};
-  }
-};
+#include "cuda/backward.cuh"
 
 DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread orders tiles
   const Tensors& t = task.t;
@@ -146,11 +103,7 @@ DEVICE void bring_rows(u32 base, const Task& task) {
   }
 }
 
-struct Consumer {
-  const Task& task;
-  const u32 base;
-  const int group, lane, row;  // row: the first of this thread's two in its 64
-  const float factor, scale;
+struct Consumer : Worker {
   Rings rings;
   float s[BLOCK / 2], dp[BLOCK / 2], dx[DIM / 2], dy[DIM / 2];
   u32 a[BLOCK / 4], b[BLOCK / 4];  // weights and score gradients as A operands
@@ -160,10 +113,8 @@ struct Consumer {
 #endif
 
   DEVICE Consumer(const Task& task, u32 base, int group, float factor, float scale)
-      : task(task), base(base), group(group), lane(threadIdx.x & 31), row((threadIdx.x >> 5 & 3) * 16 + (lane >> 2)),
-        factor(factor), scale(scale), rings(base) {}
+      : Worker(task, base, group, factor, scale), rings(base) {}
 
-  DEVICE int first() const { return task.first + 64 * group; }
   DEVICE u32 held_at() const { return base + 2 * group * Held::bytes; }
   DEVICE u32 stage_at() const { return base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES; }
   DEVICE u32 rows_at() const { return base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + 8 * (lane & 3); }
@@ -172,15 +123,10 @@ struct Consumer {
     if (lane == 0) barrier_arrive(rings.tiles.empty());
     rings.tiles.next();
   }
-  DEVICE static void read_two(float (&x)[2], u32 at) {
-    u32 low, high;
-    shared_load_pair(low, high, at);
-    x[0] = __int_as_float(low), x[1] = __int_as_float(high);
-  }
 
   // ---- products
 #if HELD_REGISTERS
-  DEVICE void read_held(u32 (&to)[4 * STEPS], u32 from) {
+  DEVICE void read_tile(u32 (&to)[4 * STEPS], u32 from) {
     UNROLL for (int k = 0; k < STEPS; k++) {
       u32(&piece)[4] = *reinterpret_cast<u32(*)[4]>(to + 4 * k);
       load_matrix(piece, from + Held::chunk(k) + Held::swizzled((threadIdx.x >> 5 & 3) * 16 + (lane & 15), k, lane >> 4));
@@ -227,16 +173,6 @@ struct Consumer {
         }
     }
   }
-  DEVICE void mask(int j, int g) {
-    UNROLL for (int r = 0; r < 2; r++) {
-      const Span span = task.span(imin(first() + row + 8 * r, task.held() - 1), g);
-      const int from = BLOCK * j + 2 * (lane & 3), lo = span.lo - from, hi = imin(span.hi, task.stepped()) - from;
-      UNROLL for (int i = 0; i < BLOCK / 4; i++) {
-        const int offset = i / 2 * 8 + i % 2;
-        if (offset >= hi || offset < lo) s[i / 2 * 4 + 2 * r + i % 2] = 0.f;
-      }
-    }
-  }
   DEVICE void differentiate() {  // score gradients, and weights as they are multiplied
     const u32 from = rows_at() + DELTA;
     UNROLL for (int i = 0; i < BLOCK / 8; i++) {
@@ -264,7 +200,7 @@ struct Consumer {
     wgmma_wait<1>();
     pin(s);
     weigh();
-    if (MASK && partial) mask(j, g);  // queries past the end have weights of 0, keys past it gradients
+    if (MASK && partial) mask(s, j, g);  // queries past the end have weights of 0, keys past it gradients
     wgmma_wait<0>();
     pin(dp);
     differentiate();
@@ -276,15 +212,6 @@ struct Consumer {
     done();
   }
 
-  // Of four neighbouring threads, the b-th gets the b-th words of all
-  DEVICE void turn(u32 (&a)[4]) const {
-    u32 y = lane & 1 ? a[0] : a[1], z = lane & 1 ? a[2] : a[3];
-    y = __shfl_xor_sync(ALL, y, 1), z = __shfl_xor_sync(ALL, z, 1);
-    if (lane & 1) a[0] = y, a[2] = z; else a[1] = y, a[3] = z;
-    y = lane & 2 ? a[0] : a[2], z = lane & 2 ? a[1] : a[3];
-    y = __shfl_xor_sync(ALL, y, 2), z = __shfl_xor_sync(ALL, z, 2);
-    if (lane & 2) a[0] = y, a[1] = z; else a[2] = y, a[3] = z;
-  }
   // This thread's two rows; whether something is not finite as it is stored
   DEVICE bool store(const float (&sum)[DIM / 2], u16* to, i64 by_row, float scale) const {
     bool lost = false;
@@ -299,7 +226,7 @@ struct Consumer {
           words[b] = Half::pack(sum[from] * scale, sum[from + 1] * scale);
           test = Half::add_zero_times(test, words[b]);
         }
-        turn(words);
+        turn(words, lane & 3);
         const int column = 8 * (i + (lane & 3));
         if (at < task.held() && column < COLUMNS)
           *reinterpret_cast<uint4*>(place + column) = make_uint4(words[0], words[1], words[2], words[3]);
@@ -312,12 +239,7 @@ struct Consumer {
     const Tensors& t = task.t;
     bool lost = store(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale);
     if (KEYS) lost |= store(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, 1.f);
-#if MASK
-    lost = group_any(1 + group, lost);
-    const int slices = ceil_div(task.held(), 64), slice = first() / 64;
-    const int flat = task.batch * task.heads_held() + task.head;
-    if ((threadIdx.x & 127) == 0 && slice < slices) t.marks[flat * slices + (KEYS ? slice : slices - 1 - slice)] = lost;
-#endif
+    if (MASK) mark(lost);
   }
 
   DEVICE void run() {
@@ -325,19 +247,17 @@ struct Consumer {
     if (KEYS) {
       UNROLL for (int i = 0; i < DIM / 2; i++) dy[i] = 0.f;
     } else {
-      UNROLL for (int r = 0; r < 2; r++) {
-        const int at = first() + row + 8 * r;
-        lse[r] = INF, delta[r] = 0.f;
-        if (at < task.held()) lse[r] = task.t.lse[task.row(0) + at], delta[r] = task.t.delta[task.row(0) + at];
-      }
+      read_held(lse, delta);
     }
     barrier_wait(rings.held, 0);
 #if HELD_REGISTERS
-    read_held(held_x, held_at()), read_held(held_y, held_at() + Held::bytes);
+    read_tile(held_x, held_at()), read_tile(held_y, held_at() + Held::bytes);
 #endif
 #pragma unroll 1
     for (int g = 0; g < task.turns(); g++) {
-      const Task::Range all = task.range(task.first, 64 * GROUPS, g), own = task.range(first(), 64, g);
+      const Task::Range all = task.range(task.first, 64 * GROUPS, g);
+      Task::Range own = {0, 0, 0, 0};  // the last block may have more warpgroups than rows for them
+      if (first() < task.held()) own = task.range(first(), 64, g);
 #pragma unroll 1
       for (int j = all.begin; j < all.end; j++) {
         if (j < own.begin || j >= own.end) {
@@ -362,9 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Tensors t{&held_x, &held_y, &x, &y, lse, delta, dx, dy, dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row, marks};
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
-  const int heads = KEYS ? heads_kv : heads_kv * group, tiles = ceil_div(KEYS ? seqlen_kv : seqlen_q, 64 * GROUPS);
-  const int flat = blockIdx.x / tiles, tile = blockIdx.x - flat * tiles;  // the longest first where a mask is causal
-  const Task task{t, n, aux, flat / heads, flat % heads, (KEYS ? tile : tiles - 1 - tile) * 64 * GROUPS};
+  const Task task = Task::number(blockIdx.x, t, n, aux);
   if (threadIdx.x == 0) Rings(base).init();
   __syncthreads();
   const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);

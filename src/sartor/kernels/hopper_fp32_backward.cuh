@@ -15,12 +15,11 @@
 // (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it take as many
 // registers as the result), STAGES_X, STAGES_Y, MASK (0 none, 1 an interval a row), SINKS.
 #pragma once
-#include "cuda/expressions.cuh"
 #include "cuda/wgmma.cuh"
 
 using XTile = Pair<Staged<DIM, 64, WIDTH>>;
 using YTile = Pair<Staged<DIM_V, 64, WIDTH_V>>;
-constexpr int THREADS = 128 * (GROUPS + 1), PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int SEGMENT = 128;  // rows that share a unit (parts/split.py)
 
 // ---- shared memory: held tiles, stepped tiles, of each stage what goes with its rows, barriers
@@ -52,55 +51,15 @@ struct Tensors {
   i64 dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row;
   int* marks;  // one for 64 held rows of a head
 };
+#include "cuda/backward.cuh"
 
-// What this block does
-struct Task {
-  const Tensors& t;
-  const Shape& n;
-  const Aux& x;
-  int batch, head, first;  // head: of the held operand
-
-  DEVICE int heads_q() const { return n.heads_kv * n.group; }
-  DEVICE int held() const { return KEYS ? n.seqlen_kv : n.seqlen_q; }
-  DEVICE int stepped() const { return KEYS ? n.seqlen_q : n.seqlen_kv; }
-  DEVICE int turns() const { return KEYS ? n.group : 1; }
-  // of the g-th turn, in its batch: the head that is stepped over, the head of queries
-  DEVICE int other(int g) const { return KEYS ? head * n.group + g : head / n.group; }
-  DEVICE int query_head(int g) const { return KEYS ? other(g) : head; }
-  DEVICE i64 row(int g) const { return (i64(batch) * heads_q() + query_head(g)) * (ceil_div(n.seqlen_q, 16) * 16); }
-  DEVICE int heads_held() const { return KEYS ? n.heads_kv : heads_q(); }
-  DEVICE int heads_stepped() const { return KEYS ? heads_q() : n.heads_kv; }
-  DEVICE const float* units_stepped(const float* units, int g) const {
-    return units + (i64(batch) * heads_stepped() + other(g)) * ceil_div(stepped(), SEGMENT);
-  }
-  DEVICE float unit_held(const float* units) const {
-    return units[(i64(batch) * heads_held() + head) * ceil_div(held(), SEGMENT) + first / SEGMENT];
-  }
-  DEVICE Span span(int at, int g) const {
-#if MASK
-    return KEYS ? cols(batch, query_head(g), at, x, n) : rows(batch, query_head(g), at, x, n);
-#else
-    return {0, stepped(), 0, stepped()};
-#endif
-  }
-
-  // Stepped rows that `count` held rows from `from` on attend to: tiles [begin, end), those in [full_begin, full_end) whole
-  struct Range { int begin, end, full_begin, full_end; };
-  DEVICE Range range(int from, int count, int g) const {
-    int lo = 0, hi = stepped(), full_lo = 0, full_hi = stepped();
-    if (MASK) {
-      lo = stepped(), hi = 0;
-#pragma unroll 1
-      for (int i = threadIdx.x & 31; i < count; i += 32) {
-        const Span s = span(imin(from + i, held() - 1), g);
-        lo = imin(lo, s.lo), hi = imax(hi, s.hi), full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
-      }
-      lo = imax(warp_min(lo), 0), hi = imin(imax(warp_max(hi), 0), stepped());
-      full_lo = warp_max(full_lo), full_hi = imax(warp_min(full_hi), 0);
-    }
-    return {lo / 64, ceil_div(hi, 64), ceil_div(full_lo, 64), full_hi / 64};
-  }
-};
+DEVICE const float* units_stepped(const Task& task, const float* units, int g) {  // of the g-th turn
+  const int heads = KEYS ? task.heads_q() : task.n.heads_kv;
+  return units + (i64(task.batch) * heads + task.other(g)) * ceil_div(task.stepped(), SEGMENT);
+}
+DEVICE float unit_held(const Task& task, const float* units) {
+  return units[(i64(task.batch) * task.heads_held() + task.head) * ceil_div(task.held(), SEGMENT) + task.first / SEGMENT];
+}
 
 DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread orders tiles
   const Tensors& t = task.t;
@@ -139,12 +98,12 @@ DEVICE float resolved(float lse, float least) {
 DEVICE void bring_rows(u32 base, const Task& task, float noise) {
   const Tensors& t = task.t;
   const int lane = threadIdx.x & 31;
-  const float held = KEYS ? task.unit_held(t.unit_hx) * noise : 0.f;
+  const float held = KEYS ? unit_held(task, t.unit_hx) * noise : 0.f;
   Rings rings(base);
 #pragma unroll 1
   for (int g = 0; g < task.turns(); g++) {
     const Task::Range range = task.range(task.first, 64 * GROUPS, g);
-    const float *unit_x = task.units_stepped(t.unit_x, g), *unit_y = task.units_stepped(t.unit_y, g);
+    const float *unit_x = units_stepped(task, t.unit_x, g), *unit_y = units_stepped(task, t.unit_y, g);
     const i64 row = task.row(g);
 #pragma unroll 1
     for (int j = range.begin; j < range.end; j++) {
@@ -173,21 +132,16 @@ DEVICE void bring_rows(u32 base, const Task& task, float noise) {
   }
 }
 
-struct Consumer {
-  const Task& task;
-  const u32 base;
-  const int group, lane, row;  // row: the first of this thread's two in its 64
-  const float factor, scale, noise;
+struct Consumer : Worker {
+  const float noise;
   Rings rings;
   float s[32], dp[32], dx[DIM / 2], dy[DIM_V / 2];
   float hx, hy;  // units of held rows
   float lse[2], delta[2], total[2];  // of held queries
 
   DEVICE Consumer(const Task& task, u32 base, int group, float factor, float scale, float noise)
-      : task(task), base(base), group(group), lane(threadIdx.x & 31), row((threadIdx.x >> 5 & 3) * 16 + (lane >> 2)),
-        factor(factor), scale(scale), noise(noise), rings(base) {}
+      : Worker(task, base, group, factor, scale), noise(noise), rings(base) {}
 
-  DEVICE int first() const { return task.first + 64 * group; }
   DEVICE void release(u32 bar) const {
     if (lane == 0) barrier_arrive(bar);
   }
@@ -198,11 +152,6 @@ struct Consumer {
   DEVICE void done_y() { release(rings.y.empty()), rings.y.next(); }
   DEVICE u32 rows_at() const { return opaque(base) + AT_ROWS + rings.x.stage() * ROWS_BYTES; }
   DEVICE static float read(u32 at) { return __int_as_float(shared_load(at)); }
-  DEVICE static void read_two(float (&x)[2], u32 at) {
-    u32 a, b;
-    shared_load_pair(a, b, at);
-    x[0] = __int_as_float(a), x[1] = __int_as_float(b);
-  }
 
   // ---- products
   template <class Tile, int STEPS, bool ZERO> DEVICE void multiply_rows(float (&to)[32], u32 a, u32 b) {
@@ -272,16 +221,6 @@ struct Consumer {
         }
     }
   }
-  DEVICE void mask(int j, int g) {
-    UNROLL for (int r = 0; r < 2; r++) {
-      const Span span = task.span(imin(first() + row + 8 * r, task.held() - 1), g);
-      const int from = 64 * j + 2 * (lane & 3), lo = span.lo - from, hi = imin(span.hi, task.stepped()) - from;
-      UNROLL for (int i = 0; i < 16; i++) {
-        const int offset = i / 2 * 8 + i % 2;
-        if (offset >= hi || offset < lo) s[i / 2 * 4 + 2 * r + i % 2] = 0.f;
-      }
-    }
-  }
   DEVICE void differentiate(float unit) {  // score gradients in place of dp
     const u32 at = rows_at() + DELTA + 8 * (lane & 3);
     UNROLL for (int i = 0; i < 8; i++) {
@@ -307,7 +246,7 @@ struct Consumer {
     float lse[2];
     UNROLL for (int r = 0; r < 2; r++) lse[r] = KEYS ? 0.f : resolved(this->lse[r], hx * unit_x * noise);
     weigh(hx * unit_x, lse);
-    if ((MASK || !KEYS) && partial) mask(j, g);  // queries past the end have weights of 0
+    if ((MASK || !KEYS) && partial) mask(s, j, g);  // queries past the end have weights of 0
     if (!KEYS) {
       UNROLL for (int r = 0; r < 2; r++) {  // a tile's sum first: a long sum of single weights would drift
         float sum = 0.f;
@@ -359,23 +298,17 @@ struct Consumer {
     bool lost = false;
     store<COLUMNS>(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale, lost);
     if (KEYS) store<COLUMNS_V>(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, 1.f, lost);
-    lost = group_any(1 + group, lost);
-    const int slices = ceil_div(task.held(), 64), slice = first() / 64;
-    const int flat = task.batch * task.heads_held() + task.head;
-    if ((threadIdx.x & 127) == 0 && slice < slices) t.marks[flat * slices + (KEYS ? slice : slices - 1 - slice)] = lost;
+    mark(lost);
   }
 
   DEVICE void run() {
-    hx = task.unit_held(task.t.unit_hx), hy = task.unit_held(task.t.unit_hy);
+    hx = unit_held(task, task.t.unit_hx), hy = unit_held(task, task.t.unit_hy);
     UNROLL for (int i = 0; i < DIM / 2; i++) dx[i] = 0.f;
     if (KEYS) {
       UNROLL for (int i = 0; i < DIM_V / 2; i++) dy[i] = 0.f;
     } else {
-      UNROLL for (int r = 0; r < 2; r++) {
-        const int at = first() + row + 8 * r;
-        total[r] = 0.f, lse[r] = INF, delta[r] = 0.f;
-        if (at < task.held()) lse[r] = task.t.lse[task.row(0) + at], delta[r] = task.t.delta[task.row(0) + at];
-      }
+      total[0] = total[1] = 0.f;
+      read_held(lse, delta);
     }
     barrier_wait(rings.held, 0);
 #pragma unroll 1
@@ -408,9 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row, marks};
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
-  const int heads = KEYS ? heads_kv : heads_kv * group, tiles = ceil_div(KEYS ? seqlen_kv : seqlen_q, 64 * GROUPS);
-  const int flat = blockIdx.x / tiles, tile = blockIdx.x - flat * tiles;  // the longest first where a mask is causal
-  const Task task{t, n, aux, flat / heads, flat % heads, (KEYS ? tile : tiles - 1 - tile) * 64 * GROUPS};
+  const Task task = Task::number(blockIdx.x, t, n, aux);
   if (threadIdx.x == 0) Rings(base).init();
   __syncthreads();
   const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);

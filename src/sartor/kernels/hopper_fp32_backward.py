@@ -138,7 +138,7 @@ class Measure:
             "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": dim, "DIM_V": dim_v, "COLUMNS": p.dim,
             "COLUMNS_V": p.dim_v, "WIDTH": width, "WIDTH_V": width_v, "PARTS_X": parts_x, "PARTS_Y": parts_y,
             "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": int(p.program.keep is not None),
-            "SINKS": int(p.sinks), "BLOCK_N": 64,
+            "SINKS": int(p.sinks), "BLOCK": 64,
         }  # fmt: skip
 
     def compile(self) -> nvrtc.Binary:

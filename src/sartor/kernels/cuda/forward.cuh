@@ -334,15 +334,10 @@ struct Worker {
 #else
     constexpr int WHOLE = COLUMNS % 8 ? 0 : COLUMNS / 32;
     u16* to = static_cast<u16*>(t.out) + f.place + r * half_slice();
-    UNROLL for (int i = 0; i < WHOLE; i++) {  // four threads turn 4x4 words: 16 bytes each
+    UNROLL for (int i = 0; i < WHOLE; i++) {
       u32 a[4];
       UNROLL for (int b = 0; b < 4; b++) a[b] = Half::pack(o[16 * i + 4 * b + 2 * r], o[16 * i + 4 * b + 2 * r + 1]);
-      u32 y = quarter & 1 ? a[0] : a[1], z = quarter & 1 ? a[2] : a[3];
-      y = __shfl_xor_sync(ALL, y, 1), z = __shfl_xor_sync(ALL, z, 1);
-      if (quarter & 1) a[0] = y, a[2] = z; else a[1] = y, a[3] = z;
-      y = quarter & 2 ? a[0] : a[2], z = quarter & 2 ? a[1] : a[3];
-      y = __shfl_xor_sync(ALL, y, 2), z = __shfl_xor_sync(ALL, z, 2);
-      if (quarter & 2) a[0] = y, a[1] = z; else a[2] = y, a[3] = z;
+      turn(a, quarter);
       if (f.real[r]) *reinterpret_cast<uint4*>(to + 32 * i + 8 * quarter) = make_uint4(a[0], a[1], a[2], a[3]);
     }
     UNROLL for (int i = 4 * WHOLE; i < ceil_div(COLUMNS, 8); i++) {

@@ -28,3 +28,14 @@ template <class Tile> DEVICE u64 sixteen(u32 low, int k) {  // the k-th sixteen 
   if (k < Tile::wide) return descriptor<Tile>(low + step_k<Tile>(k));
   return descriptor<typename Tile::Last>(low + (Tile::wide_bytes >> 4) + step_k<typename Tile::Last>(k - Tile::wide));
 }
+
+// Of four neighbouring threads, `quarter` the number of this one, the b-th gets the b-th words of all: what they have of a
+// row, pairs of columns eight apart, becomes 16 bytes each
+DEVICE void turn(u32 (&a)[4], int quarter) {
+  u32 y = quarter & 1 ? a[0] : a[1], z = quarter & 1 ? a[2] : a[3];
+  y = __shfl_xor_sync(ALL, y, 1), z = __shfl_xor_sync(ALL, z, 1);
+  if (quarter & 1) a[0] = y, a[2] = z; else a[1] = y, a[3] = z;
+  y = quarter & 2 ? a[0] : a[2], z = quarter & 2 ? a[1] : a[3];
+  y = __shfl_xor_sync(ALL, y, 2), z = __shfl_xor_sync(ALL, z, 2);
+  if (quarter & 2) a[0] = y, a[1] = z; else a[2] = y, a[3] = z;
+}

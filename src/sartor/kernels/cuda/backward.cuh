@@ -1,0 +1,100 @@
+// What the Hopper backwards share: the rows that a block holds and steps over, a warpgroup's place, mask and marks.
+//
+// The kernel that includes this has named what it reads and writes, Tensors, and its measure in macros: GROUPS (warpgroups
+// that multiply, each with 64 held rows), KEYS (keys and values are held, queries and dout stepped over, not the other way
+// round), BLOCK (rows of a tile that is stepped over), MASK (0 none, 1 an interval a row).
+#pragma once
+#include "cuda/expressions.cuh"
+#include "cuda/wgmma.cuh"
+
+constexpr int THREADS = 128 * (GROUPS + 1);
+
+// What this block does
+struct Task {
+  const Tensors& t;
+  const Shape& n;
+  const Aux& x;
+  int batch, head, first;  // head: of the held operand
+
+  static DEVICE Task number(u32 index, const Tensors& t, const Shape& n, const Aux& x) {  // causal: the longest first
+    const int heads = KEYS ? n.heads_kv : n.heads_kv * n.group, tiles = ceil_div(KEYS ? n.seqlen_kv : n.seqlen_q, 64 * GROUPS);
+    const int flat = index / tiles, tile = index - flat * tiles;
+    return {t, n, x, flat / heads, flat % heads, (KEYS ? tile : tiles - 1 - tile) * 64 * GROUPS};
+  }
+
+  DEVICE int heads_q() const { return n.heads_kv * n.group; }
+  DEVICE int held() const { return KEYS ? n.seqlen_kv : n.seqlen_q; }
+  DEVICE int stepped() const { return KEYS ? n.seqlen_q : n.seqlen_kv; }
+  DEVICE int turns() const { return KEYS ? n.group : 1; }
+  // of the g-th turn, in its batch: the head that is stepped over, the head of queries
+  DEVICE int other(int g) const { return KEYS ? head * n.group + g : head / n.group; }
+  DEVICE int query_head(int g) const { return KEYS ? other(g) : head; }
+  DEVICE i64 row(int g) const { return (i64(batch) * heads_q() + query_head(g)) * (ceil_div(n.seqlen_q, 16) * 16); }
+  DEVICE int heads_held() const { return KEYS ? n.heads_kv : heads_q(); }
+  DEVICE Span span(int at, int g) const {
+#if MASK
+    return KEYS ? cols(batch, query_head(g), at, x, n) : rows(batch, query_head(g), at, x, n);
+#else
+    return {0, stepped(), 0, stepped()};
+#endif
+  }
+
+  // Stepped rows that `count` held rows from `from` on attend to: tiles [begin, end), those in [full_begin, full_end) whole
+  struct Range { int begin, end, full_begin, full_end; };
+  DEVICE Range range(int from, int count, int g) const {
+    int lo = 0, hi = stepped(), full_lo = 0, full_hi = stepped();
+    if (MASK) {
+      lo = stepped(), hi = 0;
+#pragma unroll 1
+      for (int i = threadIdx.x & 31; i < count; i += 32) {
+        const Span s = span(imin(from + i, held() - 1), g);
+        lo = imin(lo, s.lo), hi = imax(hi, s.hi), full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
+      }
+      lo = imax(warp_min(lo), 0), hi = imin(imax(warp_max(hi), 0), stepped());
+      full_lo = warp_max(full_lo), full_hi = imax(warp_min(full_hi), 0);
+    }
+    return {lo / BLOCK, ceil_div(hi, BLOCK), ceil_div(full_lo, BLOCK), full_hi / BLOCK};
+  }
+};
+
+// A consumer warpgroup: where it is, and what it does with rows
+struct Worker {
+  const Task& task;
+  const u32 base;
+  const int group, lane, row;  // row: the first of this thread's two in its 64
+  const float factor, scale;
+
+  DEVICE Worker(const Task& task, u32 base, int group, float factor, float scale)
+      : task(task), base(base), group(group), lane(threadIdx.x & 31), row((threadIdx.x >> 5 & 3) * 16 + (lane >> 2)),
+        factor(factor), scale(scale) {}
+
+  DEVICE int first() const { return task.first + 64 * group; }
+  DEVICE static void read_two(float (&x)[2], u32 at) {
+    u32 low, high;
+    shared_load_pair(low, high, at);
+    x[0] = __int_as_float(low), x[1] = __int_as_float(high);
+  }
+  DEVICE void read_held(float (&lse)[2], float (&delta)[2]) const {  // of queries; past the end weights become 0
+    UNROLL for (int r = 0; r < 2; r++) {
+      const int at = first() + row + 8 * r;
+      lse[r] = INF, delta[r] = 0.f;
+      if (at < task.held()) lse[r] = task.t.lse[task.row(0) + at], delta[r] = task.t.delta[task.row(0) + at];
+    }
+  }
+  DEVICE void mask(float (&weights)[BLOCK / 2], int j, int g) const {
+    UNROLL for (int r = 0; r < 2; r++) {
+      const Span span = task.span(imin(first() + row + 8 * r, task.held() - 1), g);
+      const int from = BLOCK * j + 2 * (lane & 3), lo = span.lo - from, hi = imin(span.hi, task.stepped()) - from;
+      UNROLL for (int i = 0; i < BLOCK / 4; i++) {
+        const int offset = i / 2 * 8 + i % 2;
+        if (offset >= hi || offset < lo) weights[i / 2 * 4 + 2 * r + i % 2] = 0.f;
+      }
+    }
+  }
+  DEVICE void mark(bool lost) const {  // whether the 64 rows are to be computed again
+    lost = group_any(1 + group, lost);
+    const int slices = ceil_div(task.held(), 64), slice = first() / 64;
+    const int flat = task.batch * task.heads_held() + task.head;
+    if ((threadIdx.x & 127) == 0 && slice < slices) task.t.marks[flat * slices + (KEYS ? slice : slices - 1 - slice)] = lost;
+  }
+};
