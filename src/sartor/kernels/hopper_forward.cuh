@@ -7,7 +7,7 @@
 //
 // Beside the measure of cuda/forward.cuh: DIM (a multiple of 16; DIM_V is one of 8), WIDTH, WIDTH_V (columns a swizzled
 // chunk), LAST (columns of a narrower last chunk of q and k, or 0), Q_REGISTERS, DIM_EXACT (the head dim, padded to 8),
-// STAGED (the copy engine stores the output).
+// AHEAD (the next query tile is there before this one is done with), STAGED (the copy engine stores the output).
 #pragma once
 
 using QTile = Staged<DIM, 64, WIDTH, LAST>;
@@ -19,7 +19,6 @@ constexpr int LEAD = JOBS == 1 ? 2 : 0;
 
 constexpr int STEPS = DIM / 16;
 constexpr bool LATE = !Q_REGISTERS && STAGES_V < STAGES_K;  // whether values come after the next tile's keys
-constexpr bool AHEAD = Q_REGISTERS || Q_BUFFERS > 1;  // whether the next query tile is there before this one is done with
 constexpr bool EARLY = !AHEAD || SCORE;  // normalisers at once, or when the next product is under way: it wants registers
 // The output as it is staged, in place of a tile that is read no more: q's, or each warpgroup in its part of the last
 // values'; and how many of its chunks there is room for at a time

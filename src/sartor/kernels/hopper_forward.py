@@ -215,12 +215,17 @@ class Measure:
         return 2 if two else 1
 
     @property
+    def ahead(self) -> bool:
+        """Whether the next tile's q is there before this one is done with."""
+        return self.q_registers or self.q_buffers > 1
+
+    @property
     def staged(self) -> bool:
         """Whether the copy engine stores the output, from shared memory: where rows allow it, registers suffice, and
         ptxas leaves products under way beside it (not beside chunks of 32 columns)."""
-        p, ahead = self.p, self.q_registers or self.q_buffers > 1
+        p = self.p
         rows = p.out_dtype == p.dtype and p.dim_v % 8 == 0 and self.rows == 64
-        free = self.dim <= 128 if ahead else self.widths[2] != 32
+        free = self.dim <= 128 if self.ahead else self.widths[2] != 32
         return rows and free and p.program.score is None and self.mask < 2
 
     @property
@@ -268,7 +273,7 @@ class Measure:
             "BALANCED": int(mask > 0), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
             "TURNS": int(self.groups > 1 and not (self.q_registers and self.dim >= 128)),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32),
-            "STAGED": int(self.staged),
+            "AHEAD": int(self.ahead), "STAGED": int(self.staged),
         }  # fmt: skip
 
 

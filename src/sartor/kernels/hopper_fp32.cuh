@@ -10,7 +10,7 @@
 //
 // Tiles that pairs do not do are marked, to be computed again. Beside the measure of cuda/forward.cuh: DIM (a multiple of
 // 16, as DIM_V is), DIM_EXACT (columns of q and k in memory), WIDTH, WIDTH_V (columns a swizzled chunk), VECTOR (rows
-// begin and end on 16 bytes), HUGE_SCORE (log2). ROWS is 64.
+// begin and end on 16 bytes), AHEAD (the next queries are copied beside the last product), HUGE_SCORE (log2). ROWS is 64.
 #pragma once
 
 using QTile = Pair<Staged<DIM, 64, WIDTH>>;
@@ -268,7 +268,6 @@ struct Consumer : Worker {
     return true;
   }
   DEVICE void run() {
-    constexpr bool AHEAD = !SCORE;  // a score needs the registers
     bool more = AHEAD && begin_job();
     while (AHEAD ? more : begin_job()) {
       if (GROUPS < 3 && BLOCK_N <= 64) skip();  // three have no registers left for it

@@ -143,6 +143,11 @@ class Measure(hopper_forward.Measure):
         return 1 if self.mask == 1 else 2
 
     @property
+    def ahead(self) -> bool:
+        """Whether the next tile's q is copied beside the last product: a score needs the registers."""
+        return self.p.program.score is None
+
+    @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a row in shared memory, of q and k, and of v."""
         qk, v = super().row_bytes
