@@ -183,32 +183,21 @@ DEVICE int warp_max(int x) {
 }
 
 // ---- 16-bit floats: Half16<true> is bfloat16, Half16<false> float16
-template <bool BF16> struct Half16;
-template <> struct Half16<true> {
+template <bool BF16> struct Half16 {
   static DEVICE u32 pack(float low, float high) {
     u32 x;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    if (BF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
   }
   static DEVICE u32 add_zero_times(u32 x, u32 y) {  // pairs: x stays 0 while y is finite
     u32 z;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(y), "r"(0), "r"(x));
-    return z;
-  }
-  static DEVICE float widen(u16 x) { return __int_as_float(u32(x) << 16); }
-};
-template <> struct Half16<false> {
-  static DEVICE u32 pack(float low, float high) {
-    u32 x;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-    return x;
-  }
-  static DEVICE u32 add_zero_times(u32 x, u32 y) {  // pairs: x stays 0 while y is finite
-    u32 z;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(y), "r"(0), "r"(x));
+    if (BF16) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(y), "r"(0), "r"(x));
+    else asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(y), "r"(0), "r"(x));
     return z;
   }
   static DEVICE float widen(u16 x) {
+    if (BF16) return __int_as_float(u32(x) << 16);
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     return y;
