@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -64,7 +64,8 @@ class HopperForward:
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
-        return build(Measure.of(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16", "hopper_forward")
+        m, dtype = Measure.of(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
+        return build(m, dtype, "hopper_forward", (m.block_n, m.dim_v))
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out, (b, sq, hq, dv) or in the layout of `x`, and lse (b, hq, sq)."""
@@ -90,14 +91,29 @@ def reasons(p: Problem, dev: Device) -> list[str]:
     return [*why, *(f"needs masks and scores that read a dtype CUDA C++ has, got {dtype}" for dtype in unknown)]
 
 
-def build(m: Any, dtype: str, file: str, widths: Iterable[int] = ()) -> nvrtc.Binary:
-    """Compile a kernel, `file` in this folder, with a measure, the mods of its problem, and products of `dtype`, which
-    are as wide as a forward's unless `widths` are given."""
+class Cut(Protocol):
+    """What a kernel is cut to, whichever it is."""
+
+    @property
+    def p(self) -> Problem:
+        """The problem."""
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """The aux values that are brought to shared memory tile by tile."""
+
+    def defines(self) -> dict[str, Any]:
+        """Macros by name."""
+
+
+def build(m: Cut, dtype: str, file: str, widths: Iterable[int]) -> nvrtc.Binary:
+    """Compile a kernel, `file` in this folder, with a measure, the mods of its problem, and products of `dtype`, as wide
+    as `widths`."""
     text = "\n".join([
         *(f'#include "cuda/{shelf}.cuh"' for shelf in SHELVES),
         *(f"#define {name} {value}" for name, value in m.defines().items()),
         expressions.source(m.p.program, m.near),
-        wgmma.wrappers(widths or (m.block_n, m.dim_v), dtype),
+        wgmma.wrappers(widths, dtype),
         f'#include "{file}.cuh"',
     ])  # fmt: skip
     return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name=f"{file}.cu")

@@ -78,7 +78,8 @@ class HopperFp32:
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
-        return hopper_forward.build(Measure.of(p, tile), "f16", "hopper_fp32")
+        m = Measure.of(p, tile)
+        return hopper_forward.build(m, "f16", "hopper_fp32", (m.block_n, m.dim_v))
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """out (b, sq, hq, dv) and lse (b, hq, sq)."""
