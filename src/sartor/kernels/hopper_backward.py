@@ -38,17 +38,13 @@ class HopperBackward(TritonBackward):
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need."""
-        why = launch.reasons(p, dev) + hopper_forward.reasons(p, dev)
+        why = launch.reasons(p, dev) + reasons(p, dev)
         if p.dtype not in (torch.float16, torch.bfloat16):
             why.append(f"needs float16 or bfloat16, got {p.dtype}")
         if p.dim != p.dim_v or p.dim not in DIMS:
             why.append(f"needs equal head dims, {DIMS[0]} to {DIMS[-1]}, multiples of 8, got {p.dim} and {p.dim_v}")
         if not p.rows_on_16_bytes:
             why.append("needs rows of q, k and v that start on 16 bytes, got strides or addresses that do not")
-        if p.program.score is not None:
-            why.append(f"needs scores as they are: registers hold weights in their place, got {p.score_name}")
-        if p.program.keep is not None and not expressions.is_interval_both_ways(p.program):
-            why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
         return why
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
@@ -106,6 +102,16 @@ class HopperBackward(TritonBackward):
         """One of the two sections."""
         if not launch.again(changed, plan.cache, (part, key)):
             launch.run(self.sections(plan, x, saved, work)[part], plan.cache, (part, key))
+
+
+def reasons(p: Problem, dev: Device) -> list[str]:
+    """What every backward of this kind needs of the machine, the lengths, scores and masks."""
+    why = hopper_forward.reasons(p, dev)
+    if p.program.score is not None:
+        why.append(f"needs scores as they are: registers hold weights in their place, got {p.score_name}")
+    if p.program.keep is not None and not expressions.is_interval_both_ways(p.program):
+        why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
+    return why
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,7 @@ class Ready:
         length, heads = (p.seqlen_kv, p.heads_kv) if m.keys else (p.seqlen_q, p.heads_q)
         return cls(
             m, kernel, p.batch * heads * -(-length // (64 * m.groups)),
-            {name: hopper_forward._maps(tensors[name], (rows[name], 1), m.width) for name in names},
+            {name: hopper_forward.maps(tensors[name], (rows[name], 1), m.width) for name in names},
             (p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, p.softmax_scale * launch.LOG2_E, p.softmax_scale),
         )  # fmt: skip
 

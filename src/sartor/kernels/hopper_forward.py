@@ -107,8 +107,8 @@ class Cut(Protocol):
 
 
 def build(m: Cut, dtype: str, file: str, widths: Iterable[int]) -> nvrtc.Binary:
-    """Compile a kernel, `file` in this folder, with a measure, the mods of its problem, and products of `dtype`, as wide
-    as `widths`."""
+    """Compile a kernel, `file` in this folder, with a measure, the mods of its problem, and products of `dtype`, which
+    are as wide as `widths` says."""
     text = "\n".join([
         *(f'#include "cuda/{shelf}.cuh"' for shelf in SHELVES),
         *(f"#define {name} {value}" for name, value in m.defines().items()),
@@ -330,8 +330,8 @@ class Ready:
         return cls(
             p, kernel, min(tiles, sms), numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,
             () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks,
-            (_maps(q, slice_, width, last), _maps(k, tile, width, last), _maps(v, tile, width_v)),
-            _maps(out, (16, 1), width_v) if m.staged else None,
+            (maps(q, slice_, width, last), maps(k, tile, width, last), maps(v, tile, width_v)),
+            maps(out, (16, 1), width_v) if m.staged else None,
             torch.empty(1, device=q.device).expand(p.batch, p.heads_q, p.seqlen_q),
         )  # fmt: skip
 
@@ -359,7 +359,7 @@ class Ready:
         return out, lse
 
 
-def _maps(t: torch.Tensor, rows_heads: tuple[int, int], *widths: int) -> nvrtc.TensorMaps:
+def maps(t: torch.Tensor, rows_heads: tuple[int, int], *widths: int) -> nvrtc.TensorMaps:
     """Maps of tensors like `t`, (b, s, h, d), for copies of so many rows and heads, in chunks of each of `widths`."""
     b, s, h, d = t.shape
     strides = tuple(2 * t.stride(i) if t.shape[i] > 1 else 16 for i in (1, 2, 0))

@@ -14,7 +14,7 @@ import torch
 
 from sartor import nvrtc
 from sartor.device import Device
-from sartor.kernels import hopper_forward
+from sartor.kernels import hopper_backward, hopper_forward
 from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.cuda import expressions
 from sartor.kernels.fp32_backward import Fp32Backward
@@ -39,13 +39,9 @@ class HopperFp32Backward(Fp32Backward):
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need, beside what pairs do."""
-        why = super().why_not(p, dev) + hopper_forward.reasons(p, dev)
+        why = super().why_not(p, dev) + hopper_backward.reasons(p, dev)
         if max(p.dim, p.dim_v) not in DIMS:
             why.append(f"needs head dims of which the wider is {DIMS[0]} to {DIMS[-1]}, got {p.dim} and {p.dim_v}")
-        if p.program.score is not None:
-            why.append(f"needs scores as they are: registers hold weights in their place, got {p.score_name}")
-        if p.program.keep is not None and not expressions.is_interval_both_ways(p.program):
-            why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
         return why
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
