@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sartor import kernels, mods, nvrtc
+from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Saved
@@ -73,6 +73,22 @@ def test_reasons():
     for options in ({}, {"causal": "top_left"}, {"window": (100, 3)}, {"sinks": meta(4)}, {"heads": (6, 2)}):
         assert SPEC.why_not(problem(**options), DEVICE) == []
     assert any("8.0" in why for why in SPEC.why_not(problem(), ARCHITECTURES[80]))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "hopper_backward"),
+        ({"causal": True, "dim": 64, "dtype": torch.float16}, "hopper_backward"),
+        ({"dtype": torch.float32}, "hopper_fp32_backward"),
+        ({"softcap": 2.0}, "triton_backward"),
+        ({"dim": 256}, "triton_backward"),
+    ],
+    ids=str,
+)
+def test_choice(options, name):
+    """Every gradient it can do comes from it."""
+    assert plan.choose_backward(problem(**options), DEVICE).kernel.name == name
 
 
 def test_tile():

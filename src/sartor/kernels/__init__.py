@@ -10,17 +10,16 @@ from typing import Any
 
 FORWARD = ("hopper_forward", "hopper_fp32", "fp32_forward", "triton_forward", "torch_cpu", "blocked", "reference")
 BACKWARD = (
-    "hopper_fp32_backward", "fp32_backward", "triton_backward", "hopper_backward", "blocked_backward",
+    "hopper_backward", "hopper_fp32_backward", "fp32_backward", "triton_backward", "blocked_backward",
     "reference_backward",
 )  # fmt: skip
 OTHERS = {  # kernels that are made from other kernels' files too
     "hopper_fp32": ("hopper_forward", "fp32_forward", "triton_forward"),
     "fp32_forward": ("triton_forward",),
     "fp32_backward": ("triton_backward",),
-    "hopper_fp32_backward": ("hopper_forward", "fp32_backward", "triton_backward"),
     "hopper_backward": ("hopper_forward", "triton_backward"),
+    "hopper_fp32_backward": ("hopper_backward", "hopper_forward", "fp32_backward", "triton_backward"),
 }
-ALONE = ("hopper_backward",)  # kernels whose text is counted among no other's
 
 
 @cache
@@ -43,8 +42,7 @@ def source_hash(name: str) -> str:
     own = here / f"{load(name).__module__.rsplit('.', 1)[-1]}.py"
     files = [own]
     if own.with_suffix(".cuh").is_file():
-        files += [text for text in sorted(here.glob("hopper*.cuh")) if text.stem == name or text.stem not in ALONE]
-        files += [*sorted((here / "cuda").glob("*.*")), here.parent / "nvrtc.py"]
+        files += [*sorted(here.glob("hopper*.cuh")), *sorted((here / "cuda").glob("*.*")), here.parent / "nvrtc.py"]
     files += [here / f"{other}.py" for other in OTHERS.get(name, ())]
     if name.startswith(("triton", "fp32", "hopper")):
         files += [*sorted((here / "parts").glob("*.py")), here.parent / "mods" / "expr.py"]

@@ -34,7 +34,7 @@ class HopperForward:
 
     name = "hopper_forward"
     family = "hopper"
-    backwards = ("triton_backward",)
+    backwards = ("hopper_backward", "triton_backward")
     any_layout = True
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
