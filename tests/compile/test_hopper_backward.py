@@ -46,14 +46,15 @@ def test_kernels(dim, options, keys):
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, ".F32"), (torch.bfloat16, ".F32.BF16")], ids=str)
 def test_products(dtype, name):
-    """Of 8 steps for the scores and for dp, of 4 for each gradient."""
-    try:
-        sass = [Measure.of(problem(dtype=dtype), keys).compile().sass() for keys in (False, True)]
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    for text, gradients in zip(sass, (1, 2), strict=True):
-        assert text.count(f"HGMMA.64x64x16{name} ") == 2 * 8
-        assert text.count(f"HGMMA.64x128x16{name} ") == 4 * gradients
+    """Of 8 steps for the scores and for dp, and so many for each gradient as a tile has sixteens of rows."""
+    for keys, gradients in ((False, 1), (True, 2)):
+        measure = Measure.of(problem(dtype=dtype), keys)
+        try:
+            text = measure.compile().sass()
+        except FileNotFoundError as error:
+            pytest.skip(str(error))
+        assert text.count(f"HGMMA.64x{measure.block}x16{name} ") == 2 * 8
+        assert text.count(f"HGMMA.64x128x16{name} ") == measure.block // 16 * gradients
 
 
 def test_reasons():

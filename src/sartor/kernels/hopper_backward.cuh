@@ -10,7 +10,7 @@
 // Warpgroups share tiles and nothing else: while one makes weights, the others multiply.
 //
 // The measure, in macros: GROUPS, KEYS, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a swizzled chunk),
-// BLOCK, STAGES, HELD_REGISTERS (X and Y are A operands from registers), MASK (0 none, 1 an interval a row), BF16.
+// BLOCK (a multiple of 16), STAGES, MASK (0 none, 1 an interval a row), BF16.
 #pragma once
 #include "cuda/wgmma.cuh"
 
@@ -31,7 +31,7 @@ struct Rings {
   DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(held + 16) {}
   DEVICE void init() const {  // by one thread; a stage is full when its two tiles and what goes with its rows are there
     barrier_init(held, 2 * GROUPS);
-    tiles.init(4 * GROUPS, KEYS ? 3 : 2);
+    tiles.init(4 * GROUPS, KEYS ? 4 : 2);
     barrier_publish();
   }
 };
@@ -73,29 +73,26 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
   }
 }
 
-// One warp brings lse and delta of the queries of a tile; those past the end get lse = +inf, which makes their weights 0
-DEVICE void bring_rows(u32 base, const Task& task) {
-  constexpr int EACH = BLOCK / 32;
-  const Tensors& t = task.t;
+// A warp brings a number for each query of a tile, `past` for those past the end: lse = +inf makes their weights 0
+DEVICE void bring_rows(u32 base, const Task& task, const float* from, float past, u32 place) {
+  constexpr int EACH = ceil_div(BLOCK, 32);
   const int lane = threadIdx.x & 31;
   Rings rings(base);
 #pragma unroll 1
   for (int g = 0; g < task.turns(); g++) {
     const Task::Range range = task.range(task.first, 64 * GROUPS, g);
-    const float *of_lse = t.lse + task.row(g), *of_delta = t.delta + task.row(g);
+    const float* of_head = from + task.row(g);
 #pragma unroll 1
     for (int j = range.begin; j < range.end; j++) {
-      float lse[EACH], delta[EACH];
+      float x[EACH];
       UNROLL for (int i = 0; i < EACH; i++) {
         const int at = BLOCK * j + lane + 32 * i;
-        lse[i] = INF, delta[i] = 0.f;
-        if (at < task.stepped()) lse[i] = of_lse[at], delta[i] = of_delta[at];
+        x[i] = at < task.stepped() ? of_head[at] : past;
       }
       rings.tiles.await_empty();
-      const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + 4 * lane;
-      UNROLL for (int i = 0; i < EACH; i++) {
-        shared_store(to + 128 * i, __float_as_int(lse[i])), shared_store(to + DELTA + 128 * i, __float_as_int(delta[i]));
-      }
+      const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + place + 4 * lane;
+      UNROLL for (int i = 0; i < EACH; i++)
+        if (lane + 32 * i < BLOCK) shared_store(to + 128 * i, __float_as_int(x[i]));
       __syncwarp();
       if (lane == 0) barrier_arrive(rings.tiles.full());
       rings.tiles.next();
@@ -108,9 +105,6 @@ struct Consumer : Worker {
   float s[BLOCK / 2], dp[BLOCK / 2], dx[DIM / 2], dy[DIM / 2];
   u32 a[BLOCK / 4], b[BLOCK / 4];  // weights and score gradients as A operands
   float lse[2], delta[2];          // of held queries
-#if HELD_REGISTERS
-  u32 held_x[4 * STEPS], held_y[4 * STEPS];
-#endif
 
   DEVICE Consumer(const Task& task, u32 base, int group, float factor, float scale)
       : Worker(task, base, group, factor, scale), rings(base) {}
@@ -125,23 +119,6 @@ struct Consumer : Worker {
   }
 
   // ---- products
-#if HELD_REGISTERS
-  DEVICE void read_tile(u32 (&to)[4 * STEPS], u32 from) {
-    UNROLL for (int k = 0; k < STEPS; k++) {
-      u32(&piece)[4] = *reinterpret_cast<u32(*)[4]>(to + 4 * k);
-      load_matrix(piece, from + Held::chunk(k) + Held::swizzled((threadIdx.x >> 5 & 3) * 16 + (lane & 15), k, lane >> 4));
-    }
-    pin(to);
-  }
-  DEVICE void multiply_rows(float (&to)[BLOCK / 2], const u32 (&held)[4 * STEPS], u32 stepped) {
-    const u32 columns = along_k(stepped);
-    UNROLL for (int k = 0; k < STEPS; k++) {
-      const u64 y = sixteen<Tile>(columns, k);
-      k ? Wgmma<BLOCK>::rs<false, false>(to, held + 4 * k, y) : Wgmma<BLOCK>::rs<true, false>(to, held, y);
-    }
-    wgmma_commit();
-  }
-#else
   DEVICE void multiply_rows(float (&to)[BLOCK / 2], u32 held, u32 stepped) {  // to = held rows times stepped rows
     const u32 columns = along_k(stepped), own = along_k(held);
     UNROLL for (int k = 0; k < STEPS; k++) {
@@ -150,7 +127,6 @@ struct Consumer : Worker {
     }
     wgmma_commit();
   }
-#endif
   DEVICE void add_product(float (&sum)[DIM / 2], u32 (&w)[BLOCK / 4], u32 stepped) {  // sum += w times stepped rows
     const u32 columns = across_k<Tile>(stepped);
     pin(sum), pin(w);
@@ -192,11 +168,7 @@ struct Consumer : Worker {
     rings.tiles.await_full();
     pin(s), pin(dp);
     wgmma_fence();
-#if HELD_REGISTERS
-    multiply_rows(s, held_x, x), multiply_rows(dp, held_y, y);
-#else
     multiply_rows(s, held_at(), x), multiply_rows(dp, held_at() + Held::bytes, y);
-#endif
     wgmma_wait<1>();
     pin(s);
     weigh();
@@ -250,9 +222,6 @@ struct Consumer : Worker {
       read_held(lse, delta);
     }
     barrier_wait(rings.held, 0);
-#if HELD_REGISTERS
-    read_tile(held_x, held_at()), read_tile(held_y, held_at() + Held::bytes);
-#endif
 #pragma unroll 1
     for (int g = 0; g < task.turns(); g++) {
       const Task::Range all = task.range(task.first, 64 * GROUPS, g);
@@ -274,8 +243,8 @@ struct Consumer : Worker {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_backward(const __grid_constant__ TensorMap held_x, const __grid_constant__ TensorMap held_y,
                     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const float* lse,
-                    const float* delta, u16* dx, i64 dx_batch, i64 dx_head, i64 dx_row, u16* dy, i64 dy_batch, i64 dy_head,
-                    i64 dy_row, int* marks, int heads_kv, int group, int seqlen_q, int seqlen_kv, float factor,
+                    const float* delta, u16* dx, u16* dy, int* marks, i64 dx_batch, i64 dx_head, i64 dx_row, i64 dy_batch,
+                    i64 dy_head, i64 dy_row, int heads_kv, int group, int seqlen_q, int seqlen_kv, float factor,
                     float scale AUX_PARAMETERS) {
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
@@ -289,7 +258,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warp < 4) {
     registers_fewer<PRODUCER_REGISTERS>();
     if (warp == 0) load(base, task);
-    if (KEYS && warp == 1) bring_rows(base, task);
+    if (KEYS && warp == 1) bring_rows(base, task, lse, INF, 0);
+    if (KEYS && warp == 2) bring_rows(base, task, delta, 0.f, DELTA);
   } else {
     registers_more<CONSUMER_REGISTERS>();
     Consumer(task, base, warp / 4 - 1, factor, scale).run();

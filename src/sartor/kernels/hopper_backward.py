@@ -25,7 +25,7 @@ from sartor.problem import Problem
 if launch.available():
     from sartor.kernels.parts import codegen
 
-SIGNATURE = "MMMMPPPqqqPqqqPiiiiff"  # of the kernels, before the aux values
+SIGNATURE = "MMMMPPPPPqqqqqqiiiiff"  # of the kernels, before the aux values
 DIMS = range(64, 129, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
 AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
@@ -63,20 +63,25 @@ class HopperBackward(TritonBackward):
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """dq, dk, dv, dsinks: `prepare`, the two launches of CUDA C++, those over what they marked."""
+        if x.q.device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(x.q.device):
+                return self._run(plan, x, saved)
+        return self._run(plan, x, saved)
+
+    def _run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         p = plan.problem
         work = self.workspace(p, x, saved)
         changed = self.changed(x, saved, work)
         if x.aux:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
         key = work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
-        with torch.cuda.device(x.q.device):
-            kernels: Any = plan.cache.get(("hopper", key))
-            if kernels is None:
-                kernels = plan.cache["hopper", key] = [Ready.of(Measure.of(p, keys), x, work) for keys in (False, True)]
-            self._around(0, plan, x, saved, work, changed, key)
-            for kernel in kernels:
-                kernel.start(x, work)
-            self._around(1, plan, x, saved, work, changed, key)
+        kernels: Any = plan.cache.get(("hopper", key))
+        if kernels is None:
+            kernels = plan.cache["hopper", key] = [Ready.of(Measure.of(p, keys), x, work) for keys in (False, True)]
+        self._around(0, plan, x, saved, work, changed, key)
+        for kernel in kernels:
+            kernel.start(x, work)
+        self._around(1, plan, x, saved, work, changed, key)
         return Gradients(work["dq"], work["dk"], work["dv"], dsinks=sink_gradient(x, saved.lse, work["delta"]))
 
     def sections(
@@ -120,20 +125,22 @@ class Measure:
 
     p: Problem
     keys: bool
+    dim: int  # columns: a multiple of 16, a step of a product
     groups: int  # warpgroups that multiply
-    block: int = 64  # rows of a tile that is stepped over
-    held_registers: bool = False
+    block: int  # rows of a tile that is stepped over
     near = ()  # nothing is read for every pair
 
     @classmethod
     def of(cls, p: Problem, keys: bool) -> Measure:
-        """The measure of a problem."""
-        return cls(p, keys, 3 if p.dim <= 64 or not keys else 2)
+        """The measure of a problem: products as wide as registers hold scores and dp beside the gradients."""
+        dim = -(-p.dim // 16) * 16
+        groups, room = (2, 208 - dim) if keys else (3, 128 - dim // 2)
+        return cls(p, keys, dim, groups, next(rows for rows in (128, 112, 96, 80, 64) if rows <= room))
 
     @property
-    def dim(self) -> int:
-        """Columns: a multiple of 16, a step of a product."""
-        return -(-self.p.dim // 16) * 16
+    def gradients(self) -> tuple[str, str]:
+        """Names of what is computed, with X's columns and with Y's; dq twice, as it is alone."""
+        return ("dk", "dv") if self.keys else ("dq", "dq")
 
     @property
     def width(self) -> int:
@@ -160,8 +167,8 @@ class Measure:
         p = self.p
         return {
             "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": self.dim, "COLUMNS": p.dim, "WIDTH": self.width,
-            "BLOCK": self.block, "STAGES": self.stages, "HELD_REGISTERS": int(self.held_registers),
-            "MASK": int(p.program.keep is not None), "BF16": int(p.dtype == torch.bfloat16),
+            "BLOCK": self.block, "STAGES": self.stages, "MASK": int(p.program.keep is not None),
+            "BF16": int(p.dtype == torch.bfloat16),
         }  # fmt: skip
 
     def compile(self) -> nvrtc.Binary:
@@ -190,21 +197,24 @@ class Ready:
         names = ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v")
         rows = dict(zip(names, (64, 64, m.block, m.block), strict=True))
         length, heads = (p.seqlen_kv, p.heads_kv) if m.keys else (p.seqlen_q, p.heads_q)
+        dx, dy = m.gradients
         return cls(
             m, kernel, p.batch * heads * -(-length // (64 * m.groups)),
             {name: hopper_forward.maps(tensors[name], (rows[name], 1), m.width) for name in names},
-            (p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, p.softmax_scale * launch.LOG2_E, p.softmax_scale),
+            (
+                *launch.strides(work[dx]), *launch.strides(work[dy]), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv,
+                p.softmax_scale * launch.LOG2_E, p.softmax_scale,
+            ),
         )  # fmt: skip
 
     def start(self, x: Operands, work: dict[str, torch.Tensor]) -> None:
         """The launch."""
         tensors = {"q": x.q, "dout": work["dout"], "k": x.k, "v": x.v}
-        dx, dy, marks = ("dk", "dv", "bad_kv") if self.measure.keys else ("dq", "dq", "bad_q")
+        (dx, dy), marks = self.measure.gradients, "bad_kv" if self.measure.keys else "bad_q"
         self.kernel.launch(self.grid, (
             *(maps[tensors[name].data_ptr()] for name, maps in self.maps.items()),
-            work["lse_log2"].data_ptr(), work["delta"].data_ptr(),
-            work[dx].data_ptr(), *launch.strides(work[dx]), work[dy].data_ptr(), *launch.strides(work[dy]),
-            work[marks].data_ptr(), *self.numbers, *expressions.arguments(x.aux, self.measure.p.program),
+            *(work[name].data_ptr() for name in ("lse_log2", "delta", dx, dy, marks)), *self.numbers,
+            *expressions.arguments(x.aux, self.measure.p.program),
         ))  # fmt: skip
 
 
