@@ -8,6 +8,7 @@
 #include "cuda/wgmma.cuh"
 
 constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int SECTION = 16;  // heads of which, under a mask, the longest blocks begin first: cuda/schedule.cuh
 
 // What this block does
 struct Task {
@@ -16,10 +17,11 @@ struct Task {
   const Aux& x;
   int batch, head, first;  // head: of the held operand
 
-  static DEVICE Task number(u32 index, const Tensors& t, const Shape& n, const Aux& x) {  // causal: the longest first
+  static DEVICE Task number(int index, const Tensors& t, const Shape& n, const Aux& x) {
     const int heads = KEYS ? n.heads_kv : n.heads_kv * n.group, tiles = ceil_div(KEYS ? n.seqlen_kv : n.seqlen_q, 64 * GROUPS);
-    const int flat = index / tiles, tile = index - flat * tiles;
-    return {t, n, x, flat / heads, flat % heads, (KEYS ? tile : tiles - 1 - tile) * 64 * GROUPS};
+    const Place at = locate<MASK>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), SECTION});
+    const int tile = KEYS ? tiles - 1 - at.tile : at.tile;  // causal: the longest are the last queries, the first keys
+    return {t, n, x, at.batch, at.head, tile * 64 * GROUPS};
   }
 
   DEVICE int heads_q() const { return n.heads_kv * n.group; }
