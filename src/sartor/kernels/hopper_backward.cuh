@@ -9,8 +9,13 @@
 //
 // Warpgroups share tiles and nothing else: while one makes weights, the others multiply.
 //
-// The measure, in macros: GROUPS, KEYS, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a swizzled chunk),
-// BLOCK (a multiple of 16), STAGES, MASK (0 none, 1 an interval a row), BF16.
+// FUSED: KEYS computes dq too, which saves two products of seven. A warpgroup leaves its score gradients in shared memory,
+// and multiplies those of the block with the held keys a tile later, so that the other one may be half a tile behind. Its
+// part of a tile's dq, 64 queries by 64 columns, is added to float32 sums, by blocks in any order; `round_dq` makes 16 bits
+// of them.
+//
+// The measure, in macros: GROUPS, KEYS, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a swizzled
+// chunk), BLOCK (a multiple of 16), STAGES, MASK (0 none, 1 an interval a row), BF16.
 #pragma once
 #include "cuda/wgmma.cuh"
 
@@ -20,18 +25,26 @@ using Half = Half16<BF16>;
 constexpr int STEPS = DIM / 16;
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 240;
 
-// ---- shared memory: held tiles, stepped tiles, of each stage lse and delta of its rows (KEYS), barriers
+constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, of a warpgroup and of a warp
+constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's last three products, not the second
+
+// ---- shared memory: held tiles, stepped tiles, score gradients of two tiles (FUSED), of each stage lse and delta of its rows
+// (KEYS), barriers
+using Slopes = Staged<64 * GROUPS, BLOCK, 64>;  // score gradients, queries by keys: a chunk a warpgroup
 constexpr int AT_STAGES = 2 * GROUPS * Held::bytes, STAGE_BYTES = 2 * Tile::bytes;
-constexpr int AT_ROWS = AT_STAGES + STAGES * STAGE_BYTES, DELTA = 4 * BLOCK, ROWS_BYTES = KEYS ? 8 * BLOCK : 0;
+constexpr int AT_SLOPES = AT_STAGES + STAGES * STAGE_BYTES;
+constexpr int AT_ROWS = AT_SLOPES + FUSED * 2 * Slopes::bytes, DELTA = 4 * BLOCK, ROWS_BYTES = KEYS ? 8 * BLOCK : 0;
 constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES;
 
 struct Rings {
   u32 held;  // a barrier
   Ring<STAGES> tiles;
-  DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(held + 16) {}
+  Ring<2> slopes;
+  DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(held + 16), slopes(tiles.bars + 16 * STAGES) {}
   DEVICE void init() const {  // by one thread; a stage is full when its two tiles and what goes with its rows are there
     barrier_init(held, 2 * GROUPS);
     tiles.init(4 * GROUPS, KEYS ? 4 : 2);
+    if (FUSED) slopes.init(4 * GROUPS, 4 * GROUPS);
     barrier_publish();
   }
 };
@@ -41,7 +54,8 @@ struct Tensors {
   const float *lse, *delta;  // (batch, heads_q, rows_pitch), lse as log2
   u16 *dx, *dy;
   i64 dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row;
-  int* marks;  // one for 64 held rows of a head
+  int* marks;   // one for 64 held rows of a head
+  float* sums;  // dq, unscaled: tiles of heads, in parts that lie as threads have them (FUSED)
 };
 #include "cuda/backward.cuh"
 
@@ -100,14 +114,47 @@ DEVICE void bring_rows(u32 base, const Task& task, const float* from, float past
   }
 }
 
+// A gradient's rows `row` and 8 on, this thread's, before `end`; whether something is not finite as it is stored
+DEVICE bool store(const float (&sum)[DIM / 2], u16* to, i64 by_row, float scale, int row, int end) {
+  bool lost = false;
+  UNROLL for (int r = 0; r < 2; r++) {
+    const int at = row + 8 * r;
+    u32 test = 0;  // stays 0 unless something is not finite
+    u16* place = to + at * by_row;
+    UNROLL for (int i = 0; i < COLUMNS / 8; i += 4) {  // four threads turn 4x4 words: 16 bytes each
+      u32 words[4];
+      UNROLL for (int b = 0; b < 4; b++) {
+        const int from = 4 * imin(i + b, COLUMNS / 8 - 1) + 2 * r;
+        words[b] = Half::pack(sum[from] * scale, sum[from + 1] * scale);
+        test = Half::add_zero_times(test, words[b]);
+      }
+      turn(words, threadIdx.x & 3);
+      const int column = 8 * (i + (threadIdx.x & 3));
+      if (at < end && column < COLUMNS)
+        *reinterpret_cast<uint4*>(place + column) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    lost |= at < end && test;
+  }
+  return lost;
+}
+
 struct Consumer : Worker {
   Rings rings;
   float s[BLOCK / 2], dp[BLOCK / 2], dx[DIM / 2], dy[DIM / 2];
   u32 a[BLOCK / 4], b[BLOCK / 4];  // weights and score gradients as A operands
   float lse[2], delta[2];          // of held queries
+#if FUSED
+  Ring<2> slopes;         // of the tile before; `rings` has those of the next one to write
+  float dq[PART / 128];   // this thread's of the tile before
+  float* sums = nullptr;  // where it is added
+#endif
 
   DEVICE Consumer(const Task& task, u32 base, int group, float factor, float scale)
-      : Worker(task, base, group, factor, scale), rings(base) {}
+      : Worker(task, base, group, factor, scale), rings(base)
+#if FUSED
+        , slopes(rings.slopes)
+#endif
+  {}
 
   DEVICE u32 held_at() const { return base + 2 * group * Held::bytes; }
   DEVICE u32 stage_at() const { return base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES; }
@@ -163,6 +210,51 @@ struct Consumer : Worker {
     }
   }
 
+#if FUSED
+  DEVICE u32 slopes_at(const Ring<2>& ring) const { return base + AT_SLOPES + ring.stage() * Slopes::bytes; }
+  DEVICE void tell_slopes() {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(rings.slopes.full());
+    rings.slopes.next();
+  }
+  DEVICE void share_slopes() {  // to shared memory, keys of a query side by side
+    const int warp = threadIdx.x >> 5 & 3, query = (lane & 7) + (lane >> 4) * 8;
+    rings.slopes.await_empty();
+    const u32 to = slopes_at(rings.slopes) + group * Slopes::chunk_bytes + Slopes::swizzled(query, warp, lane >> 3 & 1);
+    UNROLL for (int k = 0; k < BLOCK / 16; k++)
+      store_matrix_across(to + k * 16 * Slopes::row_bytes, *reinterpret_cast<const u32(*)[4]>(b + 4 * k));
+    shared_fence();
+    tell_slopes();
+  }
+  DEVICE void multiply_keys() {  // dq of the tile before: a warpgroup has 64 of 128 queries, or of 128 columns
+    constexpr bool rows = BLOCK == 128;
+    static_assert(BLOCK * DIM == GROUPS * PART && GROUPS == 2 && WIDTH == 64);
+    slopes.await_full();
+    const u32 own = along_k(slopes_at(slopes) + rows * group * 64 * Slopes::row_bytes);
+    const u32 keys = across_k<Held>(base + !rows * group * Held::chunk_bytes);
+    wgmma_fence();
+    UNROLL for (int k = 0; k < 4 * GROUPS; k++) {
+      const u64 x = sixteen<Slopes>(own, k);
+      const u64 y = descriptor<Held>(keys + (k / 4 * 2 * Held::bytes + k % 4 * 16 * Held::row_bytes >> 4));
+      k ? Wgmma<64>::ss<false, true>(dq, x, y) : Wgmma<64>::ss<true, true>(dq, x, y);
+    }
+    wgmma_commit();
+  }
+  DEVICE void add_dq() {
+    pin(dq);
+    if (lane == 0) barrier_arrive(slopes.empty());
+    slopes.next();
+    if (sums)
+      UNROLL for (int i = 0; i < PART / 128; i += 4)
+        global_add_four(sums + 32 * i, make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]));
+  }
+  DEVICE float* sums_of(int j, int g) const {
+    const int head = task.batch * task.heads_q() + task.query_head(g), warp = 4 * group + (threadIdx.x >> 5 & 3);
+    const i64 tile = i64(head) * ceil_div(task.n.seqlen_q, BLOCK) + j;
+    return task.t.sums + tile * (BLOCK * DIM) + warp * WARP_PART + 4 * lane;
+  }
+#endif
+
   DEVICE void step(int j, int g, bool partial) {
     const u32 x = stage_at(), y = x + Tile::bytes;
     rings.tiles.await_full();
@@ -172,45 +264,36 @@ struct Consumer : Worker {
     wgmma_wait<1>();
     pin(s);
     weigh();
-    if (MASK && partial) mask(s, j, g);  // queries past the end have weights of 0, keys past it gradients
+    // queries past the end have weights of 0, keys past it gradients; without a branch ptxas makes weights after the wait
+    if ((MASK || FUSED) && partial) mask(s, j, g);
     wgmma_wait<0>();
     pin(dp);
     differentiate();
+#if FUSED
+    if (EARLY) multiply_keys();
+#endif
     if (KEYS) add_product(dy, a, y);
+#if FUSED
+    share_slopes();
+    if (!EARLY) multiply_keys();
+#endif
     add_product(dx, b, x);
+#if FUSED
+    wgmma_wait<1 + EARLY>();
+    add_dq();
+    sums = sums_of(j, g);
+#endif
     wgmma_wait<0>();
     pin(dx);
     if (KEYS) pin(dy);
     done();
   }
 
-  // This thread's two rows; whether something is not finite as it is stored
-  DEVICE bool store(const float (&sum)[DIM / 2], u16* to, i64 by_row, float scale) const {
-    bool lost = false;
-    UNROLL for (int r = 0; r < 2; r++) {
-      const int at = first() + row + 8 * r;
-      u32 test = 0;  // stays 0 unless something is not finite
-      u16* place = to + at * by_row;
-      UNROLL for (int i = 0; i < COLUMNS / 8; i += 4) {  // four threads turn 4x4 words: 16 bytes each
-        u32 words[4];
-        UNROLL for (int b = 0; b < 4; b++) {
-          const int from = 4 * imin(i + b, COLUMNS / 8 - 1) + 2 * r;
-          words[b] = Half::pack(sum[from] * scale, sum[from + 1] * scale);
-          test = Half::add_zero_times(test, words[b]);
-        }
-        turn(words, lane & 3);
-        const int column = 8 * (i + (lane & 3));
-        if (at < task.held() && column < COLUMNS)
-          *reinterpret_cast<uint4*>(place + column) = make_uint4(words[0], words[1], words[2], words[3]);
-      }
-      lost |= at < task.held() && test;
-    }
-    return lost;
-  }
   DEVICE void finish() {
     const Tensors& t = task.t;
-    bool lost = store(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale);
-    if (KEYS) lost |= store(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, 1.f);
+    const int own = first() + row, end = task.held();
+    bool lost = store(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale, own, end);
+    if (KEYS) lost |= store(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, 1.f, own, end);
     if (MASK) mark(lost);
   }
 
@@ -222,6 +305,9 @@ struct Consumer : Worker {
       read_held(lse, delta);
     }
     barrier_wait(rings.held, 0);
+#if FUSED
+    tell_slopes();  // before the first tile there are none: what is multiplied is not added
+#endif
 #pragma unroll 1
     for (int g = 0; g < task.turns(); g++) {
       const Task::Range all = task.range(task.first, 64 * GROUPS, g);
@@ -229,13 +315,18 @@ struct Consumer : Worker {
       if (first() < task.held()) own = task.range(first(), 64, g);
 #pragma unroll 1
       for (int j = all.begin; j < all.end; j++) {
-        if (j < own.begin || j >= own.end) {
+        if (!FUSED && (j < own.begin || j >= own.end)) {
           rings.tiles.await_full(), done();
         } else {
           step(j, g, j < own.full_begin || j >= own.full_end);
         }
       }
     }
+#if FUSED
+    multiply_keys();
+    wgmma_wait<0>();
+    add_dq();
+#endif
     finish();
   }
 };
@@ -243,12 +334,13 @@ struct Consumer : Worker {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_backward(const __grid_constant__ TensorMap held_x, const __grid_constant__ TensorMap held_y,
                     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const float* lse,
-                    const float* delta, u16* dx, u16* dy, int* marks, i64 dx_batch, i64 dx_head, i64 dx_row, i64 dy_batch,
-                    i64 dy_head, i64 dy_row, int heads_kv, int group, int seqlen_q, int seqlen_kv, float factor,
+                    const float* delta, u16* dx, u16* dy, int* marks, float* sums, i64 dx_batch, i64 dx_head, i64 dx_row,
+                    i64 dy_batch, i64 dy_head, i64 dy_row, int heads_kv, int group, int seqlen_q, int seqlen_kv, float factor,
                     float scale AUX_PARAMETERS) {
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
-  const Tensors t{&held_x, &held_y, &x, &y, lse, delta, dx, dy, dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row, marks};
+  const Tensors t{&held_x, &held_y, &x, &y, lse, delta, dx, dy, dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row,
+                  marks, sums};
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
   const Task task = Task::number(blockIdx.x, t, n, aux);
@@ -265,3 +357,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Consumer(task, base, warp / 4 - 1, factor, scale).run();
   }
 }
+
+#if FUSED
+// A block makes 64 queries of a head
+extern "C" __global__ void __launch_bounds__(128)
+    round_dq(const float* sums, u16* dq, int* marks, i64 dq_batch, i64 dq_head, i64 dq_row, int heads_q, int seqlen_q,
+             float scale) {
+  const int slices = ceil_div(seqlen_q, 64), flat = blockIdx.x / slices, slice = blockIdx.x - flat * slices;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  sums += (i64(flat) * (ceil_div(seqlen_q, BLOCK) * BLOCK) + 64 * slice) * DIM + warp * WARP_PART + 4 * lane;
+  float sum[DIM / 2];
+  UNROLL for (int i = 0; i < DIM / 8; i++) {
+    const float4 x = *reinterpret_cast<const float4*>(sums + i / 8 * PART + i % 8 * 128);
+    sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
+  }
+  u16* to = dq + flat / heads_q * dq_batch + flat % heads_q * dq_head;
+  bool lost = store(sum, to, dq_row, scale, 64 * slice + 16 * warp + (lane >> 2), seqlen_q);
+#if MASK
+  lost = group_any(1, lost);
+  if (threadIdx.x == 0) marks[flat * slices + slices - 1 - slice] = lost;
+#endif
+}
+#endif

@@ -2,6 +2,8 @@
 
 It is `triton_backward` with dq, and dk with dv, in CUDA C++. What comes before them, and what computes marked tiles
 again, are that kernel's launches.
+
+Where bits may change from run to run, dk, dv and dq come from one sweep (`fused`), and a launch rounds dq.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from sartor.problem import Problem
 if launch.available():
     from sartor.kernels.parts import codegen
 
-SIGNATURE = "MMMMPPPPPqqqqqqiiiiff"  # of the kernels, before the aux values
+SIGNATURE = "MMMMPPPPPPqqqqqqiiiiff"  # of the kernels, before the aux values
+ROUND = "PPPqqqiif"  # of `round_dq`
 DIMS = range(64, 129, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
 AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
@@ -49,20 +52,20 @@ class HopperBackward(TritonBackward):
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """One: registers leave little choice."""
-        dkdv, dq = Measure.of(p, True), Measure.of(p, False)
-        then = Tile(64 * dq.groups, dq.block, 4 * (dq.groups + 1), dq.stages)
-        yield Tile(dkdv.block, 64 * dkdv.groups, 4 * (dkdv.groups + 1), dkdv.stages, then)
+        *dq, keys = Measure.all(p)
+        then = next((Tile(64 * m.groups, m.block, m.warps, m.stages) for m in dq), None)
+        yield Tile(keys.block, 64 * keys.groups, keys.warps, keys.stages, then)
 
     def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
         """Whether it is that one."""
         return tile in self.tiles(p, dev)
 
     def shared_bytes(self, plan: Plan) -> int:
-        """Dynamic shared memory that a block takes, of the two kernels the one that takes more."""
-        return max(Measure.of(plan.problem, keys).shared_bytes for keys in (False, True))
+        """Dynamic shared memory that a block takes, of the kernels the one that takes most."""
+        return max(m.shared_bytes for m in Measure.all(plan.problem))
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
-        """dq, dk, dv, dsinks: `prepare`, the two launches of CUDA C++, those over what they marked."""
+        """dq, dk, dv, dsinks: `prepare`, the launches of CUDA C++, those over what they marked."""
         if x.q.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(x.q.device):
                 return self._run(plan, x, saved)
@@ -74,10 +77,10 @@ class HopperBackward(TritonBackward):
         changed = self.changed(x, saved, work)
         if x.aux:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
-        key = work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
+        key = work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None, fused(p)
         kernels: Any = plan.cache.get(("hopper", key))
         if kernels is None:
-            kernels = plan.cache["hopper", key] = [Ready.of(Measure.of(p, keys), x, work) for keys in (False, True)]
+            kernels = plan.cache["hopper", key] = [Ready.of(m, x, work) for m in Measure.all(p)]
         self._around(0, plan, x, saved, work, changed, key)
         for kernel in kernels:
             kernel.start(x, work)
@@ -92,13 +95,23 @@ class HopperBackward(TritonBackward):
         return steps[:1], [step for step in steps if step.name.endswith("repair")]
 
     def workspace(self, p: Problem, x: Operands, saved: Saved) -> dict[str, torch.Tensor]:
-        """As for `triton_backward`, with dout as the copy engine wants it: rows on 16 bytes, none twice."""
+        """As for `triton_backward`, with dout as the copy engine wants it: rows on 16 bytes, none twice. `sums` are
+        where one sweep adds up dq, whole tiles of it."""
         work = super().workspace(p, x, saved)
         dout = work["dout"]
         rows = all(dout.stride(i) % 8 == 0 and dout.stride(i) for i in range(3) if dout.shape[i] > 1)
         if not rows or dout.data_ptr() % 16:
             work["dout"] = dout.clone(memory_format=torch.contiguous_format)
+        work["sums"] = work["delta"]
+        if fused(p):
+            work["sums"] = torch.zeros(sums(p), dtype=torch.float32, device=x.q.device)
         return work
+
+    def notes(self, p: Problem) -> Iterable[str]:
+        """Memory that a call takes besides its results, and what it is for."""
+        if fused(p):
+            size = 4 * sums(p) / 2**20
+            yield f"the backward adds up dq in any order, in {size:.1f} MiB of float32; deterministic=True spares both"
 
     def _around(
         self, part: int, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor],
@@ -119,6 +132,17 @@ def reasons(p: Problem, dev: Device) -> list[str]:
     return why
 
 
+def fused(p: Problem) -> bool:
+    """Whether one sweep makes dk, dv and dq: its parts of dq are cut to these head dims."""
+    return p.dim in (64, 128) and not p.deterministic and not torch.are_deterministic_algorithms_enabled()
+
+
+def sums(p: Problem) -> int:
+    """How many there are, of one sweep."""
+    block = Measure.of(p, True).block
+    return p.batch * p.heads_q * -(-p.seqlen_q // block) * block * p.dim
+
+
 @dataclass(frozen=True)
 class Measure:
     """What a kernel is cut to: see the head of the .cuh. `keys` says that it is the one for dk and dv."""
@@ -128,14 +152,28 @@ class Measure:
     dim: int  # columns: a multiple of 16, a step of a product
     groups: int  # warpgroups that multiply
     block: int  # rows of a tile that is stepped over
+    fused: bool = False  # whether it makes dq too
     near = ()  # nothing is read for every pair
 
     @classmethod
     def of(cls, p: Problem, keys: bool) -> Measure:
-        """The measure of a problem: products as wide as registers hold scores and dp beside the gradients."""
+        """The measure of a problem: products as wide as registers hold scores and dp beside the gradients; in one sweep,
+        as many rows as make 64 by 64 of dq for either warpgroup."""
         dim = -(-p.dim // 16) * 16
+        if keys and fused(p):
+            return cls(p, keys, dim, 2, 2 * 64 * 64 // dim, fused=True)
         groups, room = (2, 208 - dim) if keys else (3, 128 - dim // 2)
         return cls(p, keys, dim, groups, next(rows for rows in (128, 112, 96, 80, 64) if rows <= room))
+
+    @classmethod
+    def all(cls, p: Problem) -> list[Measure]:
+        """The measures of the kernels that a problem takes: for dq, unless one sweep makes all, and for dk and dv."""
+        return [cls.of(p, keys) for keys in ((True,) if fused(p) else (False, True))]
+
+    @property
+    def warps(self) -> int:
+        """Of a block: those that multiply, and four that load."""
+        return 4 * (self.groups + 1)
 
     @property
     def gradients(self) -> tuple[str, str]:
@@ -160,39 +198,42 @@ class Measure:
     def _bytes(self, stages: int) -> int:
         row = 2 * self.width * -(-self.dim // self.width)
         stage = 2 * self.block * row + (8 * self.block if self.keys else 0)
-        return 2 * self.groups * 64 * row + stages * stage + 16 * (1 + stages) + 1024
+        slopes = 2 * (128 * self.block * self.groups + 16) if self.fused else 0
+        return 2 * self.groups * 64 * row + stages * stage + slopes + 16 * (1 + stages) + 1024
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
         p = self.p
         return {
-            "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": self.dim, "COLUMNS": p.dim, "WIDTH": self.width,
-            "BLOCK": self.block, "STAGES": self.stages, "MASK": int(p.program.keep is not None),
-            "BF16": int(p.dtype == torch.bfloat16),
+            "GROUPS": self.groups, "KEYS": int(self.keys), "FUSED": int(self.fused), "DIM": self.dim,
+            "COLUMNS": p.dim, "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages,
+            "MASK": int(p.program.keep is not None), "BF16": int(p.dtype == torch.bfloat16),
         }  # fmt: skip
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
         dtype = "bf16" if self.p.dtype == torch.bfloat16 else "f16"
-        return hopper_forward.build(self, dtype, "hopper_backward", {self.block, self.dim})
+        return hopper_forward.build(self, dtype, "hopper_backward", {64, self.block, self.dim})
 
 
 @dataclass
 class Ready:
-    """One of the two kernels, compiled, with what does not change between calls of one key."""
+    """One of the kernels, compiled, with what does not change between calls of one key."""
 
     measure: Measure
     kernel: nvrtc.Kernel
     grid: int
     maps: dict[str, nvrtc.TensorMaps]  # by name: what is held, then what is stepped over
     numbers: tuple[Any, ...]
+    round: nvrtc.Kernel | None  # of dq, after a sweep that adds it up
 
     @classmethod
     def of(cls, m: Measure, x: Operands, work: dict[str, torch.Tensor]) -> Ready:
         """Everything the launches of a plan need."""
         p = m.p
         letters = SIGNATURE + expressions.signature(p.program)
-        kernel = nvrtc.Kernel(m.compile(), "hopper_backward", letters, 128 * (m.groups + 1), m.shared_bytes)
+        binary = m.compile()
+        kernel = nvrtc.Kernel(binary, "hopper_backward", letters, 32 * m.warps, m.shared_bytes)
         tensors = {"q": x.q, "dout": work["dout"], "k": x.k, "v": x.v}
         names = ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v")
         rows = dict(zip(names, (64, 64, m.block, m.block), strict=True))
@@ -205,17 +246,23 @@ class Ready:
                 *launch.strides(work[dx]), *launch.strides(work[dy]), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv,
                 p.softmax_scale * launch.LOG2_E, p.softmax_scale,
             ),
+            nvrtc.Kernel(binary, "round_dq", ROUND, 128, 0) if m.fused else None,
         )  # fmt: skip
 
     def start(self, x: Operands, work: dict[str, torch.Tensor]) -> None:
         """The launch."""
         tensors = {"q": x.q, "dout": work["dout"], "k": x.k, "v": x.v}
-        (dx, dy), marks = self.measure.gradients, "bad_kv" if self.measure.keys else "bad_q"
+        p, (dx, dy), marks = self.measure.p, self.measure.gradients, "bad_kv" if self.measure.keys else "bad_q"
         self.kernel.launch(self.grid, (
             *(maps[tensors[name].data_ptr()] for name, maps in self.maps.items()),
-            *(work[name].data_ptr() for name in ("lse_log2", "delta", dx, dy, marks)), *self.numbers,
-            *expressions.arguments(x.aux, self.measure.p.program),
+            *(work[name].data_ptr() for name in ("lse_log2", "delta", dx, dy, marks, "sums")), *self.numbers,
+            *expressions.arguments(x.aux, p.program),
         ))  # fmt: skip
+        if self.round:
+            places = (work[name].data_ptr() for name in ("sums", "dq", "bad_q"))
+            self.round.launch(p.batch * p.heads_q * -(-p.seqlen_q // 64), (
+                *places, *launch.strides(work["dq"]), p.heads_q, p.seqlen_q, p.softmax_scale,
+            ))  # fmt: skip
 
 
 SPEC = HopperBackward()

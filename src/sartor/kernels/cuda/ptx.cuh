@@ -127,6 +127,10 @@ DEVICE void store_matrix(u32 address, const u32 (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
                ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
+DEVICE void store_matrix_across(u32 address, const u32 (&x)[4]) {  // each transposed
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+               ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
 
 // ---- global memory
 DEVICE void global_prefetch(const void* p, u32 bytes) {  // to L2, from 16 bytes on
@@ -142,6 +146,10 @@ DEVICE u64 global_acquire(const u64* p) {
 }
 DEVICE void global_set(u64* p, u64 bits) {
   asm volatile("red.release.gpu.global.or.b64 [%0], %1;" ::"l"(p), "l"(bits) : "memory");
+}
+DEVICE void global_add_four(float* to, const float4& x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+               ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 DEVICE void global_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
