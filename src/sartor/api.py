@@ -60,7 +60,8 @@ def attention(
         mask: bool tensor broadcastable to the same, True = attend; or a `sartor.mods.Mask`.
         alibi_slopes: float32 (heads_q,) or (batch, heads_q): scores lose slope * |i + seqlen_kv - seqlen_q - j|.
         sinks: (heads_q,): one more logit in each row's softmax denominator; differentiable.
-        deterministic: bit-equal gradients from run to run. Every kernel here is; it is a promise, not a cost.
+        deterministic: bit-equal gradients from run to run, which torch.use_deterministic_algorithms asks for too. Only
+            dq of 16-bit floats on Hopper, head dims 64 and 128, is not so without it.
         return_lse: return (out, lse) with lse the natural-log logsumexp of the scores, float32 (batch, heads_q,
             seqlen_q), differentiable.
         out_dtype: None for the inputs' dtype, or torch.float32 for unrounded partial results.

@@ -20,6 +20,7 @@ from sartor.kernels.hopper_backward import Measure
 
 DEVICE = ARCHITECTURES[90]
 SPEC = kernels.load("hopper_backward")
+MASKS = [{}, {"causal": True}, {"window": (90, 30)}]
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -31,30 +32,63 @@ def problem(dim=128, dim_v=None, heads=(4, 4), dtype=torch.bfloat16, **options):
     return Problem.of(Call(*(meta(*s, dtype=dtype) for s in shapes), **options))
 
 
-@pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (90, 30)}], ids=str)
-@pytest.mark.parametrize("dim", [64, 72, 80, 96, 112, 128])
-def test_kernels(dim, options, keys):
-    measure = Measure.of(problem(dim, **options), keys)
+def sound(measure):
     binary = measure.compile()
-    (found,) = binary.resources.values()
-    assert found.spill_bytes == 0
+    assert all(found.spill_bytes == 0 for found in binary.resources.values())
     assert "C75" not in binary.log  # what ptxas says of wgmma it has to serialise
     assert measure.shared_bytes <= launch.room(DEVICE)
     assert measure.stages >= 2
+    return set(binary.resources)
+
+
+@pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("dim", [64, 72, 80, 96, 112, 128])
+def test_kernels(dim, options, keys):
+    assert sound(Measure.of(problem(dim, deterministic=True, **options), keys)) == {"hopper_backward"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_one_sweep(dim, options, dtype):
+    (measure,) = Measure.all(problem(dim, dtype=dtype, **options))
+    assert sound(measure) == {"hopper_backward", "round_dq"}
+
+
+def test_determinism():
+    """One sweep adds up in any order: not where bits are to be the same, and only where it fits."""
+    assert [m.fused for m in Measure.all(problem())] == [True]
+    for p in (problem(deterministic=True), problem(96)):
+        assert [m.fused for m in Measure.all(p)] == [False, False]
+        assert list(SPEC.notes(p)) == []
+    (note,) = SPEC.notes(problem())
+    assert "4.0 MiB" in note  # 2 x 4 heads, 1024 rows of 128 columns
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert [m.fused for m in Measure.all(problem())] == [False, False]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def sass_of(measure):
+    try:
+        return measure.compile().sass()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, ".F32"), (torch.bfloat16, ".F32.BF16")], ids=str)
 def test_products(dtype, name):
     """Of 8 steps for the scores and for dp, and so many for each gradient as a tile has sixteens of rows."""
     for keys, gradients in ((False, 1), (True, 2)):
-        measure = Measure.of(problem(dtype=dtype), keys)
-        try:
-            text = measure.compile().sass()
-        except FileNotFoundError as error:
-            pytest.skip(str(error))
+        measure = Measure.of(problem(dtype=dtype, deterministic=True), keys)
+        text = sass_of(measure)
         assert text.count(f"HGMMA.64x{measure.block}x16{name} ") == 2 * 8
         assert text.count(f"HGMMA.64x128x16{name} ") == measure.block // 16 * gradients
+    text = sass_of(Measure.of(problem(dtype=dtype), True))  # dq has 8 steps in a tile and after the last
+    assert text.count(f"HGMMA.64x64x16{name} ") == 2 * 8 + 2 * 8
+    assert text.count(f"HGMMA.64x128x16{name} ") == 2 * 4
 
 
 def test_reasons():

@@ -40,7 +40,7 @@ def flash_attn_func(
         window_size: (left, right), both included, aligned as `causal` is; -1 or None is unbounded.
         softcap: with c > 0, scores become c * tanh(score / c).
         alibi_slopes: float32 (heads_q,) or (batch, heads_q).
-        deterministic: bit-equal gradients from run to run; they always are.
+        deterministic: bit-equal gradients from run to run.
         return_attn_probs: return (out, lse, None). There are no probabilities to return; lse is the natural-log
             logsumexp, float32 (batch, heads_q, seqlen_q), and differentiable.
 

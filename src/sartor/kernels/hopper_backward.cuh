@@ -1,4 +1,4 @@
-// Attention backward of float16 and bfloat16 for Hopper (sm_90a): one text, two kernels.
+// Attention backward of float16 and bfloat16 for Hopper (sm_90a): one text, two kernels or one.
 //
 // A block holds rows of two operands, X and Y, each of its GROUPS warpgroups 64 of them, and steps over tiles of BLOCK rows
 // of the other two, x and y. KEYS: it holds keys and values, steps over queries and dout, and computes dk and dv. Otherwise

@@ -157,8 +157,8 @@ class Measure:
 
     @classmethod
     def of(cls, p: Problem, keys: bool) -> Measure:
-        """The measure of a problem: products as wide as registers hold scores and dp beside the gradients; in one sweep,
-        as many rows as make 64 by 64 of dq for either warpgroup."""
+        """The measure of a problem: products as wide as registers hold scores and dp beside the gradients; in one
+        sweep, as many rows as make 64 by 64 of dq for either warpgroup."""
         dim = -(-p.dim // 16) * 16
         if keys and fused(p):
             return cls(p, keys, dim, 2, 2 * 64 * 64 // dim, fused=True)
