@@ -27,7 +27,7 @@ if launch.available():
     import triton
     import triton.language as tl
 
-    from sartor.kernels.parts import codegen, products, tiles
+    from sartor.kernels.parts import codegen, marks, products, tiles
     from sartor.kernels.parts.bounds import tile_bounds, valid
     from sartor.kernels.parts.maths import LOG2_E
 
@@ -242,26 +242,16 @@ if launch.available():
         GAINS: tl.constexpr,
     ):  # fmt: skip
         """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
-        tile = tl.program_id(0)
-        if AGAIN:
-            n_tiles = tl.cdiv(seqlen_kv, BLOCK_N) * (heads_q // group) * batch
-            for again in tl.range(tile, n_tiles, tl.num_programs(0), num_stages=1):
-                if tl.load(bad_kv_ptr + again) != 0:
-                    _dkdv_tile(
-                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, gain_ptr,
-                        bad_kv_ptr, units, aux, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-                        heads_q, group, seqlen_q, seqlen_kv, scale, factor,
-                        KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE, GAINS,
-                    )  # fmt: skip
-        else:
-            _dkdv_tile(
-                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, gain_ptr, bad_kv_ptr,
-                units, aux, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-                heads_q, group, seqlen_q, seqlen_kv, scale, factor,
-                KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE, GAINS,
-            )  # fmt: skip
+        base, begin, end, step = marks.share(tl.cdiv(seqlen_kv, BLOCK_N) * (heads_q // group) * batch, AGAIN)
+        for i in tl.range(begin, end, step, num_stages=1):
+            if marks.wanted(bad_kv_ptr + base + i, AGAIN):
+                _dkdv_tile(
+                    base + i, q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, gain_ptr,
+                    bad_kv_ptr, units, aux, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+                    heads_q, group, seqlen_q, seqlen_kv, scale, factor,
+                    KEEP, COLS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
+                    DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE, GAINS,
+                )  # fmt: skip
 
     @triton.jit
     def _sweep_keys(
@@ -374,25 +364,16 @@ if launch.available():
         GAINS: tl.constexpr,
     ):  # fmt: skip
         """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
-        tile = tl.program_id(0)
-        if AGAIN:
-            n_tiles = tl.cdiv(seqlen_q, BLOCK_M) * (heads_q) * batch
-            for again in tl.range(tile, n_tiles, tl.num_programs(0), num_stages=1):
-                if tl.load(bad_q_ptr + again) != 0:
-                    _dq_tile(
-                        again, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, sinks_ptr,
-                        bad_q_ptr, units, aux, q_strides, k_strides, v_strides, dout_strides, dq_strides,
-                        heads_q, group, seqlen_q, seqlen_kv,
-                        scale, factor, KEEP, ROWS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE, GAINS,
-                    )  # fmt: skip
-        else:
-            _dq_tile(
-                tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, sinks_ptr, bad_q_ptr,
-                units, aux, q_strides, k_strides, v_strides, dout_strides, dq_strides, heads_q, group,
-                seqlen_q, seqlen_kv, scale, factor, KEEP, ROWS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
-                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE, GAINS,
-            )  # fmt: skip
+        base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M) * heads_q * batch, AGAIN)
+        for i in tl.range(begin, end, step, num_stages=1):
+            if marks.wanted(bad_q_ptr + base + i, AGAIN):
+                _dq_tile(
+                    base + i, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, sinks_ptr,
+                    bad_q_ptr, units, aux, q_strides, k_strides, v_strides, dout_strides, dq_strides,
+                    heads_q, group, seqlen_q, seqlen_kv,
+                    scale, factor, KEEP, ROWS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,
+                    DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, BLOCK_M, BLOCK_N, SAFE, GAINS,
+                )  # fmt: skip
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def dbias_kernel(

@@ -28,7 +28,7 @@ if launch.available():
     import triton
     import triton.language as tl
 
-    from sartor.kernels.parts import codegen, products, tiles
+    from sartor.kernels.parts import codegen, marks, products, tiles
     from sartor.kernels.parts.bounds import tile_bounds, valid
     from sartor.kernels.parts.maths import LN_2, LOG2_E
 
@@ -176,27 +176,16 @@ if launch.available():
         AGAIN: tl.constexpr, SAFE: tl.constexpr,
     ):  # fmt: skip
         """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
-        tile = tl.program_id(0)
-        if AGAIN:
-            n_tiles, step = tl.cdiv(seqlen_q, BLOCK_M) * heads_q * batch, tl.num_programs(0)
-            for first in tl.range(tile, n_tiles, 128 * step, num_stages=1):  # the time of one load for 128 marks
-                mine = first + tl.arange(0, 128) * step
-                if tl.max(tl.load(bad_ptr + mine, mask=mine < n_tiles, other=0), 0) != 0:
-                    for again in tl.range(first, tl.minimum(n_tiles, first + 128 * step), step, num_stages=1):
-                        if tl.load(bad_ptr + again) != 0:
-                            _forward_tile(
-                                again, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
-                                q_strides, k_strides, v_strides, out_strides, heads_q, group, seqlen_q, seqlen_kv,
-                                scale, factor, KEEP, ROWS, SCORE, PRESCALE, SINKS, PRECISION, MASKED, BOUNDED,
-                                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, SAFE,
-                            )  # fmt: skip
-        else:
-            _forward_tile(
-                tile, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
-                q_strides, k_strides, v_strides, out_strides, heads_q, group, seqlen_q, seqlen_kv,
-                scale, factor, KEEP, ROWS, SCORE, PRESCALE, SINKS, PRECISION, MASKED, BOUNDED,
-                DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, SAFE,
-            )  # fmt: skip
+        base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M) * heads_q * batch, AGAIN)
+        for first in tl.range(begin, end, step * marks.ROUND, num_stages=1):
+            for i in tl.range(first, marks.last(bad_ptr, first, end, step, AGAIN), step, num_stages=1):
+                if marks.wanted(bad_ptr + base + i, AGAIN):
+                    _forward_tile(
+                        base + i, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
+                        q_strides, k_strides, v_strides, out_strides, heads_q, group, seqlen_q, seqlen_kv,
+                        scale, factor, KEEP, ROWS, SCORE, PRESCALE, SINKS, PRECISION, MASKED, BOUNDED,
+                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, SAFE,
+                    )  # fmt: skip
 
 
 class Results(NamedTuple):

@@ -1,0 +1,46 @@
+"""Which tiles a program computes: its own; or, AGAIN, those of its share that a launch before has marked.
+
+    base, begin, end, step = marks.share(n_tiles, AGAIN)
+    for i in tl.range(begin, end, step):
+        if marks.wanted(marks_ptr + base + i, AGAIN):
+            ... tile base + i
+
+A program with a tile of its own has constants for bounds: a loop of one turn, of which the compiler leaves nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROUND = tl.constexpr(128)  # marks that one load looks at; mostly none is set
+
+
+@triton.jit
+def share(n_tiles, AGAIN: tl.constexpr):
+    """(base, begin, end, step) of the program's tiles: base + i for the i in the range."""
+    program = tl.program_id(0)
+    if AGAIN:
+        return 0, program, n_tiles, tl.num_programs(0)
+    else:
+        return program, 0, 1, 1
+
+
+@triton.jit
+def last(marks_ptr, first, end, step, AGAIN: tl.constexpr):
+    """Where the ROUND tiles from `first` on end: at `first`, if none of them is marked."""
+    if AGAIN:
+        i = first + tl.arange(0, ROUND) * step
+        marked = tl.max(tl.load(marks_ptr + i, mask=i < end, other=0), 0) != 0
+        return tl.where(marked, tl.minimum(end, first + step * ROUND), first)
+    else:
+        return end
+
+
+@triton.jit
+def wanted(mark_ptr, AGAIN: tl.constexpr):
+    """Whether to compute the tile of a mark."""
+    if AGAIN:
+        return tl.load(mark_ptr) != 0
+    else:
+        return True
