@@ -22,7 +22,7 @@ from sartor.kernels.triton_forward import Results, TritonForward
 from sartor.problem import Problem
 
 if launch.available():
-    from sartor.kernels.parts import split, tiles
+    from sartor.kernels.parts import products, split, tiles
 
 MOST_DIM = 256
 MOST_ROWS = 128  # of a tile: no more than a segment of split.py
@@ -69,12 +69,18 @@ class Fp32Forward(TritonForward):
             if 90 <= dev.arch < 120 and block_m < 64:
                 continue  # wgmma multiplies 64 rows at a time
             for stages in (2, 3, 1):
-                if max(self.smem_bytes(p, block_m, block_n, stages), exact_bytes(p.dim, block_m)) <= launch.room(dev):
+                size = self.smem_bytes(p, block_m, block_n, stages) - held_bytes(p, dev, block_m)
+                if max(size, exact_bytes(p.dim, block_m)) <= launch.room(dev):
                     yield Tile(block_m, block_n, warps, stages)
 
     def smem_bytes(self, p: Problem, block_m: int, block_n: int, stages: int) -> int:
         """Upper estimate of shared memory: a pair is as large as a float32; and what the marks are reduced in."""
         return super().smem_bytes(p, block_m, block_n, stages) + 1024
+
+    def shared_bytes(self, plan: Plan) -> int:
+        """Less what is in registers."""
+        assert plan.tile is not None
+        return super().shared_bytes(plan) - held_bytes(plan.problem, plan.device, plan.tile.block_m)
 
     def steps(self, plan: Plan, x: Operands, results: Results, pairs: dict[str, Any]) -> list[launch.Launch]:
         """Splits, the launch on pairs, the launches over what it marked."""
@@ -117,6 +123,11 @@ def exact(p: Problem) -> dict[str, Any]:
         return {}
     most = 32 if max(p.dim, p.dim_v) <= 128 else 64
     return {"PRECISION": "bf16x6", "CHUNKS": tiles.chunks(p.dim, most), "CHUNKS_V": tiles.chunks(p.dim_v, most)}
+
+
+def held_bytes(p: Problem, dev: Device, rows: int) -> int:
+    """Shared memory that hi of the queries does not take, where wgmma reads it from registers."""
+    return 2 * rows * p.dim if dev.arch == 90 and products.holds(p.dim, p.dim_v) else 0
 
 
 def exact_bytes(dims: int, rows: int) -> int:

@@ -46,7 +46,7 @@ if launch.available():
         m, l, acc = state
         o_m, o_kv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         q_rows = tl.minimum(i_m * BLOCK_M + o_m, seqlen_q - 1)  # for the mods
-        q = products.load(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, CHUNKS, True, PRECISION)
+        q = products.load_queries(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, DIM_V, CHUNKS, PRECISION)
         q_unit, k_units, v_units = units
         for start in tl.range(lo, hi, BLOCK_N, num_stages=1 if SAFE else None):
             k_rows = k_base + tl.cast(start, tl.int64) * k_stride

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from sartor.kernels.parts.maths import LOG2_E, finite, power_of_two
 from sartor.kernels.parts.split import SEGMENT
-from sartor.kernels.parts.tiles import count, load_tile
+from sartor.kernels.parts.tiles import count, load_tile, width
 
 # An element of a pair is off by 2^-25 units at most, uniformly, where it is small; its partner is below 2^15. Summed
 # in quadrature over a head dim and both operands a score is off by less than NOISE * sqrt(dim) units.
@@ -51,6 +51,35 @@ def load(
         return hi, load_tile(base + columns(DIM), rows, stride, limit, columns(DIM), CHUNKS, BOUNDED)
     else:
         return load_tile(base, rows, stride, limit, DIM, CHUNKS, BOUNDED)
+
+
+@triton.constexpr_function
+def holds(DIM, DIM_V):
+    """Whether hi of a forward's queries stays in registers: it leaves shared memory for a third stage.
+
+    Up to 96 columns there is room for one anyway; beyond 128 there are no registers.
+    """
+    return 96 < DIM <= 128 and DIM_V <= 128
+
+
+@triton.jit
+def load_queries(
+    base, rows, stride, limit,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`load`, for queries that a forward keeps; see `holds`.
+
+    For wgmma Triton takes from registers what a product made, and from shared memory what was loaded: so hi times 1.
+    """
+    if PRECISION == "pairs" and holds(DIM, DIM_V):
+        loaded, hi = load_tile(base, rows, stride, limit, columns(DIM), CHUNKS, True), ()
+        for i in tl.static_range(count(CHUNKS)):
+            o = tl.arange(0, width(CHUNKS, i))
+            one = (o[:, None] == o[None, :]).to(tl.float16)
+            hi = hi + (tl.dot(loaded[i], one).to(tl.float16),)
+        return hi, load_tile(base + columns(DIM), rows, stride, limit, columns(DIM), CHUNKS, True)
+    else:
+        return load(base, rows, stride, limit, DIM, CHUNKS, True, PRECISION)
 
 
 @triton.jit
