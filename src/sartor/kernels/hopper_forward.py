@@ -257,7 +257,7 @@ class Measure:
 
     @property
     def jobs(self) -> int:
-        """Notes on query tiles: one, so that the next is claimed late; two where tiles are short, or the note is read on."""
+        """Notes on query tiles: one, to claim the next late; two where tiles are short or a note is read to the end."""
         return 1 if self.mask == 1 and self.p.dim_v > 128 else 2
 
     @property

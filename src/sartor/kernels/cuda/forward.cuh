@@ -100,17 +100,18 @@ template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, 
   const bool lead = lane == 0;
   int number = blockIdx.x;
 #pragma unroll 1
-  while (number < n.tiles) {
+  for (bool first = true;; first = false) {
+    jobs.await_empty();
+    int next = first ? number : number + gridDim.x;
+    if (BALANCED && !first && lead) next = atomicAdd(t.work, 1) + gridDim.x;
+    number = __shfl_sync(ALL, next, 0);
+    if (number >= n.tiles) break;
     const Place at = locate<BALANCED>(number, n);
     describe(at, base + AT_JOBS + jobs.stage() * Job::bytes, n, x);
     __syncwarp();
     if (lane < TELLERS) barrier_arrive(jobs.full());
     tell(at);
     jobs.next();
-    jobs.await_empty();
-    int next = number + gridDim.x;
-    if (BALANCED && lead) next = atomicAdd(t.work, 1) + gridDim.x;
-    number = __shfl_sync(ALL, next, 0);
   }
   if (lead) shared_store(base + AT_JOBS + jobs.stage() * Job::bytes, -1);
   __syncwarp();
