@@ -21,7 +21,7 @@ from statistics import median
 import torch
 
 Run = Callable[[], object]
-QUEUE = 250  # calls and events enqueued at a time: a stream holds about a thousand launches, a call may make several
+QUEUE = 100  # calls and events enqueued at a time: a stream holds about a thousand launches, a call may make ten
 
 
 @dataclass(frozen=True)
