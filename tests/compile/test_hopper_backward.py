@@ -126,12 +126,15 @@ def test_choice(options, name):
     assert plan.choose_backward(problem(**options), DEVICE).kernel.name == name
 
 
-def test_tile():
-    p = problem()
-    (tile,) = SPEC.tiles(p, DEVICE)
-    assert SPEC.fits(p, DEVICE, tile)
-    assert not SPEC.fits(p, DEVICE, replace(tile, block_m=32))
-    assert SPEC.shared_bytes(Plan(SPEC, p, DEVICE, tile, "test")) <= launch.room(DEVICE)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("hopper_backward", torch.bfloat16), ("hopper_fp32_backward", torch.float32)]
+)
+def test_tile(name, dtype):
+    p, spec = problem(dtype=dtype), kernels.load(name)
+    (tile,) = spec.tiles(p, DEVICE)
+    assert spec.fits(p, DEVICE, tile)
+    assert not spec.fits(p, DEVICE, replace(tile, block_m=32))
+    assert spec.shared_bytes(Plan(spec, p, DEVICE, tile, "test")) <= launch.room(DEVICE)
 
 
 @pytest.mark.parametrize("causal", [False, True])

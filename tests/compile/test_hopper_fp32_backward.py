@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -71,14 +69,6 @@ def test_reasons():
     for options in ({}, {"causal": "top_left"}, {"window": (100, 3)}, {"sinks": meta(4)}, {"heads": (6, 2)}):
         assert SPEC.why_not(problem(**options), DEVICE) == []
     assert any("8.0" in why for why in SPEC.why_not(problem(), ARCHITECTURES[80]))
-
-
-def test_tile():
-    p = problem()
-    (tile,) = SPEC.tiles(p, DEVICE)
-    assert SPEC.fits(p, DEVICE, tile)
-    assert not SPEC.fits(p, DEVICE, replace(tile, block_m=32))
-    assert SPEC.shared_bytes(Plan(SPEC, p, DEVICE, tile, "test")) <= launch.room(DEVICE)
 
 
 @pytest.mark.parametrize("causal", [False, True])
