@@ -87,7 +87,9 @@ def _in_words(plan: Plan | None) -> str:
     """A plan, its tiles, what a thread holds in registers and a block in shared memory."""
     if plan is None or plan.tile is None:
         return str(plan or "none")
-    tiles = [plan.tile, plan.tile.then] if plan.tile.then else [plan.tile]
+    tiles = [plan.tile]
+    while tiles[-1].then:
+        tiles.append(tiles[-1].then)
     shapes = [f"{t.block_m} queries x {t.block_n} keys, {t.warps} warps, stages {t.stages}" for t in tiles]
     held = {"registers a thread": plan.registers, "bytes of shared memory a block": plan.shared_bytes}
     words = [", then ".join(shapes), *(f"{count} {what}" for what, count in held.items() if count is not None)]

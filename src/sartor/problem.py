@@ -51,7 +51,7 @@ class Call:
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
             None if plain else (_extra_key(bias), _extra_key(mask), _extra_key(slopes), _extra_key(sinks)),
-            self.causal, self.window, self.softmax_scale, self.softcap, self.deterministic,
+            self.causal, self.window, self.softmax_scale, self.softcap, self.bits_repeat,
             self.out_dtype, self.kernel, self.precision, self.layout,
         )  # fmt: skip
 
@@ -62,6 +62,11 @@ class Call:
             return self
         q, k, v = (t.transpose(1, 2) for t in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, layout="bshd")
+
+    @property
+    def bits_repeat(self) -> bool:
+        """Whether results must have the same bits from run to run: asked for here, or of all of PyTorch."""
+        return bool(self.deterministic) or torch.are_deterministic_algorithms_enabled()
 
     @property
     def needs_gradient(self) -> bool:
@@ -133,7 +138,7 @@ class Problem:
             default_scale(d) if call.softmax_scale is None else float(call.softmax_scale),
             program, mask.name if mask else "full", score.name if score else "", call.sinks is not None,
             None if call.bias is None else (1,) * (4 - call.bias.dim()) + tuple(call.bias.shape),
-            bool(call.deterministic), call.precision, call.kernel,
+            call.bits_repeat, call.precision, call.kernel,
             tuple(n for n, t in dense.items() if t.stride(3) != 1 and t.shape[3] > 1),
             call.out_dtype in (None, call.q.dtype) and d == dv
             and (call.q.is_contiguous() or call.q.transpose(1, 2).is_contiguous()),

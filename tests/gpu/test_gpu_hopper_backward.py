@@ -15,6 +15,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC")]
 BF16, FP16 = torch.bfloat16, torch.float16
 MASKS = [{}, {"causal": True}, {"causal": "top_left"}, {"window": (90, 30)}, {"causal": True, "window": (70, 0)}]
+WAYS = {"one sweep": (128, False), "two sweeps": (128, True), "three sweeps": (256, True)}
 LENGTHS = [(1, 2), (17, 300), (300, 17), (64, 128), (129, 65), (1000, 500)]
 
 
@@ -40,29 +41,29 @@ def check(q, k, v, dout=None, dlse=None, **options):
     testing.check_all(found, q, k, v, dout, dlse, **options)
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["one sweep", "two sweeps"])
+@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (64, True), *WAYS.values()])
 @pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
 def test_masks(dim, options, deterministic):
     check(*inputs(d=dim), deterministic=deterministic, **options)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("deterministic", [False, True], ids=["one sweep", "two sweeps"])
-def test_lengths(lengths, causal, deterministic):
-    check(*inputs(hq=6, sq=lengths[0], skv=lengths[1]), causal=causal, deterministic=deterministic)
+@pytest.mark.parametrize(("dim", "deterministic"), WAYS.values(), ids=WAYS)
+def test_lengths(lengths, causal, dim, deterministic):
+    check(*inputs(hq=6, sq=lengths[0], skv=lengths[1], d=dim), causal=causal, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("dim", [72, 80, 88, 96, 104, 112, 120])
+@pytest.mark.parametrize("dim", [72, 80, 88, 96, 104, 112, 120, 136, 152, 160, 176, 192, 200, 224, 240, 248])
 def test_dims(dim, dtype):
     check(*inputs(b=1, d=dim, dtype=dtype), causal=True)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_gradient_of_lse(dtype):
-    q, k, v = inputs(dtype=dtype)
+@pytest.mark.parametrize("dim", [128, 256])
+def test_gradient_of_lse(dim, dtype):
+    q, k, v = inputs(d=dim, dtype=dtype)
     check(q, k, v, dlse=torch.randn(2, 4, 600, device="cuda"), causal=True)
 
 
@@ -83,9 +84,10 @@ def test_strided_inputs():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_masked_keys_reach_nothing(value):
+@pytest.mark.parametrize("dim", [128, 256])
+def test_masked_keys_reach_nothing(dim, value):
     """Marked tiles are computed again: what no query sees changes no gradient of what it does see."""
-    q, k, v = inputs(sq=100, skv=300)
+    q, k, v = inputs(sq=100, skv=300, d=dim)
     dout = testing.make_like(q)
     clean = gradients(q, k, v, dout, causal="top_left")
     k[:, 100:], v[:, 100:] = value, value
@@ -95,17 +97,34 @@ def test_masked_keys_reach_nothing(value):
         assert (x - y).norm() <= 2 * torch.finfo(BF16).eps * y.norm()
 
 
-def test_portable_kernel_agrees():
-    q, k, v = inputs()
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "dout"])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_queries_without_keys_reach_nothing(dim, name, value):
+    """The same of queries: dk is marked because of either, dv because of dout, and neither mark is lost."""
+    q, k, v = inputs(sq=300, skv=100, d=dim)
+    dout = testing.make_like(q)
+    clean = gradients(q, k, v, dout, causal=True)
+    {"q": q, "dout": dout}[name][:, :200] = value
+    spoilt = gradients(q, k, v, dout, causal=True)
+    for x, y in zip(spoilt[1:3], clean[1:3], strict=True):
+        assert x.isfinite().all()
+        assert (x - y).norm() <= 2 * torch.finfo(BF16).eps * y.norm()
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_portable_kernel_agrees(dim):
+    q, k, v = inputs(d=dim)
     dout = testing.make_like(q)
     own, portable = (gradients(q, k, v, dout, name=n, causal=True) for n in ("hopper_backward", "triton_backward"))
     for x, y in zip(own[:3], portable[:3], strict=True):
         assert (x - y).norm() <= 2 * torch.finfo(BF16).eps * y.norm()
 
 
-def test_bits():
+@pytest.mark.parametrize("dim", [128, 256])
+def test_bits(dim):
     """Run to run; and of one head of many as of that head alone."""
-    q, k, v = inputs(b=4, hq=16, hkv=16)
+    q, k, v = inputs(b=4, hq=16, hkv=16, d=dim)
     dout, options = testing.make_like(q), {"causal": True, "deterministic": True}
     first = gradients(q, k, v, dout, **options)[:3]
     for _ in range(5):

@@ -1,11 +1,14 @@
-// Attention backward of float16 and bfloat16 for Hopper (sm_90a): one text, two kernels or one.
+// Attention backward of float16 and bfloat16 for Hopper (sm_90a): one text, one kernel to three.
 //
 // A block holds rows of two operands, X and Y, each of its GROUPS warpgroups 64 of them, and steps over tiles of BLOCK rows
-// of the other two, x and y. KEYS: it holds keys and values, steps over queries and dout, and computes dk and dv. Otherwise
-// it holds queries and dout, steps over keys and values, and computes dq. Scores stand with the held rows along M, so that
-// weights and score gradients are A operands as they are:
+// of the other two, x and y. KEYS: it holds keys and values, steps over queries and dout, and computes dk (DX), dv (DY) or
+// both. Otherwise it holds queries and dout, steps over keys and values, and computes dq (DX). Scores stand with the held
+// rows along M, so that weights and score gradients are A operands as they are:
 //
-//     s = X x^T    w = exp2(s - lse)    dp = Y y^T    ds = w (dp - delta)    dy += w y (KEYS)    dx += ds x
+//     s = X x^T    w = exp2(s - lse)    dp = Y y^T (DX)    ds = w (dp - delta)    dy += w y (DY)    dx += ds x (DX)
+//
+// A thread has 64 rows of a gradient in registers: all columns of two up to head dim 128, of one up to 256. dv alone wants
+// neither Y nor dp.
 //
 // Warpgroups share tiles and nothing else: while one makes weights, the others multiply.
 //
@@ -14,15 +17,16 @@
 // part of a tile's dq, 64 queries by 64 columns, is added to float32 sums, by blocks in any order; `round_dq` makes 16 bits
 // of them.
 //
-// The measure, in macros: GROUPS, KEYS, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a swizzled
-// chunk), BLOCK (a multiple of 16), STAGES, MASK (0 none, 1 an interval a row), BF16.
+// The measure, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
+// swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its own),
+// MASK (0 none, 1 an interval a row), BF16.
 #pragma once
 #include "cuda/wgmma.cuh"
 
 using Held = Staged<DIM, 64, WIDTH>;
 using Tile = Staged<DIM, BLOCK, WIDTH>;
 using Half = Half16<BF16>;
-constexpr int STEPS = DIM / 16;
+constexpr int STEPS = DIM / 16, HELD = 1 + DX;  // HELD: tiles of a warpgroup
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 240;
 
 constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, of a warpgroup and of a warp
@@ -31,8 +35,9 @@ constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's l
 // ---- shared memory: held tiles, stepped tiles, score gradients of two tiles (FUSED), of each stage lse and delta of its rows
 // (KEYS), barriers
 using Slopes = Staged<64 * GROUPS, BLOCK, 64>;  // score gradients, queries by keys: a chunk a warpgroup
-constexpr int AT_STAGES = 2 * GROUPS * Held::bytes, STAGE_BYTES = 2 * Tile::bytes;
-constexpr int AT_SLOPES = AT_STAGES + STAGES * STAGE_BYTES;
+constexpr int AT_STAGES = HELD * GROUPS * Held::bytes, STAGE_BYTES = (2 - APART) * Tile::bytes;
+constexpr int AT_Y = AT_STAGES + STAGES * STAGE_BYTES;  // APART
+constexpr int AT_SLOPES = AT_Y + APART * Tile::bytes;
 constexpr int AT_ROWS = AT_SLOPES + FUSED * 2 * Slopes::bytes, DELTA = 4 * BLOCK, ROWS_BYTES = KEYS ? 8 * BLOCK : 0;
 constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES;
 
@@ -40,10 +45,16 @@ struct Rings {
   u32 held;  // a barrier
   Ring<STAGES> tiles;
   Ring<2> slopes;
+#if APART
+  Ring<1> y{slopes.bars};  // in their place
+#endif
   DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(held + 16), slopes(tiles.bars + 16 * STAGES) {}
   DEVICE void init() const {  // by one thread; a stage is full when its two tiles and what goes with its rows are there
-    barrier_init(held, 2 * GROUPS);
-    tiles.init(4 * GROUPS, KEYS ? 4 : 2);
+    barrier_init(held, HELD * GROUPS);
+    tiles.init(4 * GROUPS, 2 - APART + KEYS * (1 + DX));
+#if APART
+    y.init(4 * GROUPS);
+#endif
     if (FUSED) slopes.init(4 * GROUPS, 4 * GROUPS);
     barrier_publish();
   }
@@ -65,9 +76,9 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
   Rings rings(base);
   if (lead) {
     for (int g = 0; g < GROUPS; g++) {
-      const u32 to = base + 2 * g * Held::bytes;
+      const u32 to = base + HELD * g * Held::bytes;
       Held::load(to, t.held_x, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
-      Held::load(to + Held::bytes, t.held_y, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
+      if (DX) Held::load(to + Held::bytes, t.held_y, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
     }
   }
 #pragma unroll 1
@@ -80,9 +91,14 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
       const u32 to = base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES;
       if (lead) {
         Tile::load(to, t.x, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
-        Tile::load(to + Tile::bytes, t.y, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
+        if (!APART) Tile::load(to + Tile::bytes, t.y, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
       }
       rings.tiles.next();
+#if APART
+      rings.y.await_empty();
+      if (lead) Tile::load(base + AT_Y, t.y, rings.y.full(), OFTEN, BLOCK * j, head, task.batch);
+      rings.y.next();
+#endif
     }
   }
 }
@@ -156,13 +172,13 @@ struct Consumer : Worker {
 #endif
   {}
 
-  DEVICE u32 held_at() const { return base + 2 * group * Held::bytes; }
+  DEVICE u32 held_at() const { return base + HELD * group * Held::bytes; }
   DEVICE u32 stage_at() const { return base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES; }
   DEVICE u32 rows_at() const { return base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + 8 * (lane & 3); }
-  DEVICE void done() {
+  template <class R> DEVICE void done(R& ring) {
     __syncwarp();  // all lanes have read what goes with its rows
-    if (lane == 0) barrier_arrive(rings.tiles.empty());
-    rings.tiles.next();
+    if (lane == 0) barrier_arrive(ring.empty());
+    ring.next();
   }
 
   // ---- products
@@ -196,11 +212,11 @@ struct Consumer : Worker {
         }
     }
   }
-  DEVICE void differentiate() {  // score gradients, and weights as they are multiplied
+  DEVICE void differentiate() {  // score gradients, and weights as they are multiplied; what is not falls away
     const u32 from = rows_at() + DELTA;
     UNROLL for (int i = 0; i < BLOCK / 8; i++) {
       float column[2];
-      if (KEYS) read_two(column, from + 32 * i);
+      if (KEYS && DX) read_two(column, from + 32 * i);
       UNROLL for (int r = 0; r < 2; r++) {
         const int at = 4 * i + 2 * r;
         const float low = s[at] * (dp[at] - (KEYS ? column[0] : delta[r]));
@@ -256,54 +272,64 @@ struct Consumer : Worker {
 #endif
 
   DEVICE void step(int j, int g, bool partial) {
-    const u32 x = stage_at(), y = x + Tile::bytes;
+    const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
     rings.tiles.await_full();
-    pin(s), pin(dp);
+    pin(s);
+    if (DX) pin(dp);
     wgmma_fence();
-    multiply_rows(s, held_at(), x), multiply_rows(dp, held_at() + Held::bytes, y);
-    wgmma_wait<1>();
+    multiply_rows(s, held_at(), x);
+#if APART
+    rings.y.await_full();
+    pin(dp);
+    wgmma_fence();
+#endif
+    if (DX) multiply_rows(dp, held_at() + Held::bytes, y);
+    wgmma_wait<DX>();
     pin(s);
     weigh();
     // queries past the end have weights of 0, keys past it gradients; without a branch ptxas makes weights after the wait
-    if ((MASK || FUSED) && partial) mask(s, j, g);
-    wgmma_wait<0>();
-    pin(dp);
+    if ((MASK || FUSED || (DX && DIM > 128)) && partial) mask(s, j, g);
+    if (DX) {
+      wgmma_wait<0>();
+      pin(dp);
+    }
+#if APART
+    done(rings.y);
+#endif
     differentiate();
 #if FUSED
     if (EARLY) multiply_keys();
 #endif
-    if (KEYS) add_product(dy, a, y);
+    if (DY) add_product(dy, a, y);
 #if FUSED
     share_slopes();
     if (!EARLY) multiply_keys();
 #endif
-    add_product(dx, b, x);
+    if (DX) add_product(dx, b, x);
 #if FUSED
     wgmma_wait<1 + EARLY>();
     add_dq();
     sums = sums_of(j, g);
 #endif
     wgmma_wait<0>();
-    pin(dx);
-    if (KEYS) pin(dy);
-    done();
+    if (DX) pin(dx);
+    if (DY) pin(dy);
+    done(rings.tiles);
   }
 
   DEVICE void finish() {
     const Tensors& t = task.t;
     const int own = first() + row, end = task.held();
-    bool lost = store(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale, own, end);
-    if (KEYS) lost |= store(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, 1.f, own, end);
-    if (MASK) mark(lost);
+    bool lost = false;
+    if (DX) lost |= store(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale, own, end);
+    if (DY) lost |= store(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, 1.f, own, end);
+    if (MASK) mark(lost, DX);  // dv alone comes after dk, whose marks stay
   }
 
   DEVICE void run() {
-    UNROLL for (int i = 0; i < DIM / 2; i++) dx[i] = 0.f;
-    if (KEYS) {
-      UNROLL for (int i = 0; i < DIM / 2; i++) dy[i] = 0.f;
-    } else {
-      read_held(lse, delta);
-    }
+    if (DX) UNROLL for (int i = 0; i < DIM / 2; i++) dx[i] = 0.f;
+    if (DY) UNROLL for (int i = 0; i < DIM / 2; i++) dy[i] = 0.f;
+    if (!KEYS) read_held(lse, delta);
     barrier_wait(rings.held, 0);
 #if FUSED
     tell_slopes();  // before the first tile there are none: what is multiplied is not added
@@ -316,7 +342,10 @@ struct Consumer : Worker {
 #pragma unroll 1
       for (int j = all.begin; j < all.end; j++) {
         if (!FUSED && (j < own.begin || j >= own.end)) {
-          rings.tiles.await_full(), done();
+          rings.tiles.await_full(), done(rings.tiles);
+#if APART
+          rings.y.await_full(), done(rings.y);
+#endif
         } else {
           step(j, g, j < own.full_begin || j >= own.full_end);
         }
@@ -344,18 +373,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
   const Task task = Task::number(blockIdx.x, t, n, aux);
-  if (threadIdx.x == 0) Rings(base).init();
-  __syncthreads();
-  const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);
-  if (warp < 4) {
-    registers_fewer<PRODUCER_REGISTERS>();
+  const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);
     if (KEYS && warp == 1) bring_rows(base, task, lse, INF, 0);
-    if (KEYS && warp == 2) bring_rows(base, task, delta, 0.f, DELTA);
-  } else {
-    registers_more<CONSUMER_REGISTERS>();
-    Consumer(task, base, warp / 4 - 1, factor, scale).run();
-  }
+    if (KEYS && DX && warp == 2) bring_rows(base, task, delta, 0.f, DELTA);
+  };
+  divide<Rings>(base, bring, [&](int group) { Consumer(task, base, group, factor, scale).run(); });
 }
 
 #if FUSED

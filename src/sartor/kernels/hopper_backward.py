@@ -3,7 +3,8 @@
 It is `triton_backward` with dq, and dk with dv, in CUDA C++. What comes before them, and what computes marked tiles
 again, are that kernel's launches.
 
-Where bits may change from run to run, dk, dv and dq come from one sweep (`fused`), and a launch rounds dq.
+Where bits may change from run to run, dk, dv and dq come from one sweep (`fused`), and a launch rounds dq. Beyond head
+dim 128 registers hold one gradient: dk and dv are two launches.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if launch.available():
 
 SIGNATURE = "MMMMPPPPPPqqqqqqiiiiff"  # of the kernels, before the aux values
 ROUND = "PPPqqqiif"  # of `round_dq`
-DIMS = range(64, 129, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
+DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
+BOTH = 128  # columns of which registers hold dk and dv
 AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
 
@@ -52,9 +54,12 @@ class HopperBackward(TritonBackward):
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """One: registers leave little choice."""
-        *dq, keys = Measure.all(p)
-        then = next((Tile(64 * m.groups, m.block, m.warps, m.stages) for m in dq), None)
-        yield Tile(keys.block, 64 * keys.groups, keys.warps, keys.stages, then)
+        tile = None
+        for m in Measure.all(p):
+            queries, keys = (m.block, 64 * m.groups) if m.keys else (64 * m.groups, m.block)
+            tile = Tile(queries, keys, m.warps, m.stages, tile)
+        assert tile is not None
+        yield tile
 
     def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
         """Whether it is that one."""
@@ -132,53 +137,80 @@ def reasons(p: Problem, dev: Device) -> list[str]:
     return why
 
 
+def columns(p: Problem) -> int:
+    """Of products: a multiple of 16, a step of them."""
+    return -(-p.dim // 16) * 16
+
+
 def fused(p: Problem) -> bool:
     """Whether one sweep makes dk, dv and dq: its parts of dq are cut to these head dims."""
-    return p.dim in (64, 128) and not p.deterministic and not torch.are_deterministic_algorithms_enabled()
+    return p.dim in (64, 128) and not p.deterministic
 
 
 def sums(p: Problem) -> int:
     """How many there are, of one sweep."""
-    block = Measure.of(p, True).block
+    block = Measure.all(p)[0].block
     return p.batch * p.heads_q * -(-p.seqlen_q // block) * block * p.dim
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What a kernel is cut to: see the head of the .cuh. `keys` says that it is the one for dk and dv."""
+    """What a kernel is cut to: see the head of the .cuh."""
 
     p: Problem
-    keys: bool
-    dim: int  # columns: a multiple of 16, a step of a product
+    gradients: tuple[str, ...]  # that it makes
     groups: int  # warpgroups that multiply
     block: int  # rows of a tile that is stepped over
-    fused: bool = False  # whether it makes dq too
+    apart: bool = False  # whether y, of which only dp is made, has one stage, of its own
     near = ()  # nothing is read for every pair
 
     @classmethod
-    def of(cls, p: Problem, keys: bool) -> Measure:
-        """The measure of a problem: products as wide as registers hold scores and dp beside the gradients; in one
-        sweep, as many rows as make 64 by 64 of dq for either warpgroup."""
-        dim = -(-p.dim // 16) * 16
-        if keys and fused(p):
-            return cls(p, keys, dim, 2, 2 * 64 * 64 // dim, fused=True)
-        groups, room = (2, 208 - dim) if keys else (3, 128 - dim // 2)
-        return cls(p, keys, dim, groups, next(rows for rows in (128, 112, 96, 80, 64) if rows <= room))
+    def of(cls, p: Problem, *gradients: str) -> Measure:
+        """The measure of a problem: products as wide as registers hold scores and dp beside the gradients, and shared
+        memory two stages of rows, one of y where that is fewer than 64. A third warpgroup must leave 64 rows, or 80
+        without dp. In one sweep, as many rows as make 64 by 64 of dq for either warpgroup."""
+        dim, count = columns(p), len(gradients)
+        if count == 3:
+            return cls(p, gradients, 2, 2 * 64 * 64 // dim)
+        wider = 2 if gradients == ("dv",) else 1  # there is no dp
+        groups = 3 if count == 1 and wider * (128 - dim // 2) >= 48 + 16 * wider else 2
+        room = wider * ((128 if groups == 3 else 208) - count * dim // 2)
+        measures = (cls(p, gradients, groups, rows) for rows in (128, 112, 96, 80, 64) if rows <= room)
+        return next((m for m in measures if m.stages > 1), cls(p, gradients, groups, 64, apart=True))
 
     @classmethod
     def all(cls, p: Problem) -> list[Measure]:
-        """The measures of the kernels that a problem takes: for dq, unless one sweep makes all, and for dk and dv."""
-        return [cls.of(p, keys) for keys in ((True,) if fused(p) else (False, True))]
+        """The measures of the kernels that a problem takes, in the order of their launches."""
+        if fused(p):
+            return [cls.of(p, "dk", "dv", "dq")]
+        keys = [("dk", "dv")] if columns(p) <= BOTH else [("dk",), ("dv",)]  # dv keeps what dk marks
+        return [cls.of(p, *gradients) for gradients in [("dq",), *keys]]
+
+    @property
+    def keys(self) -> bool:
+        """Whether keys and values are held, not queries and dout."""
+        return self.gradients != ("dq",)
+
+    @property
+    def fused(self) -> bool:
+        """Whether one sweep makes all."""
+        return len(self.gradients) == 3
+
+    @property
+    def dim(self) -> int:
+        """Columns of its products."""
+        return columns(self.p)
+
+    @property
+    def outputs(self) -> tuple[str, str]:
+        """Names of what is computed with X's columns and with Y's; one twice, where it is alone."""
+        made = self.gradients[:2]
+        return made[0], made[-1]
 
     @property
     def warps(self) -> int:
         """Of a block: those that multiply, and four that load."""
         return 4 * (self.groups + 1)
-
-    @property
-    def gradients(self) -> tuple[str, str]:
-        """Names of what is computed, with X's columns and with Y's; dq twice, as it is alone."""
-        return ("dk", "dv") if self.keys else ("dq", "dq")
 
     @property
     def width(self) -> int:
@@ -188,7 +220,7 @@ class Measure:
     @property
     def stages(self) -> int:
         """Pairs of tiles stepped over that shared memory has room for."""
-        return max(n for n in (1, 2, 3, 4) if self._bytes(n) <= 227 << 10)
+        return max((n for n in (1, 2, 3, 4) if self._bytes(n) <= 227 << 10), default=0)
 
     @property
     def shared_bytes(self) -> int:
@@ -197,16 +229,19 @@ class Measure:
 
     def _bytes(self, stages: int) -> int:
         row = 2 * self.width * -(-self.dim // self.width)
-        stage = 2 * self.block * row + (8 * self.block if self.keys else 0)
+        tile, rows = self.block * row, 8 * self.block if self.keys else 0
+        stepped = stages * (tile + rows) + (1 if self.apart else stages) * tile
         slopes = 2 * (128 * self.block * self.groups + 16) if self.fused else 0
-        return 2 * self.groups * 64 * row + stages * stage + slopes + 16 * (1 + stages) + 1024
+        held = 1 if self.gradients == ("dv",) else 2
+        return held * self.groups * 64 * row + stepped + slopes + 16 * (1 + stages + self.apart) + 1024
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
         p = self.p
         return {
-            "GROUPS": self.groups, "KEYS": int(self.keys), "FUSED": int(self.fused), "DIM": self.dim,
-            "COLUMNS": p.dim, "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages,
+            "GROUPS": self.groups, "KEYS": int(self.keys), "DX": int(self.gradients != ("dv",)),
+            "DY": int("dv" in self.gradients), "FUSED": int(self.fused), "DIM": self.dim, "COLUMNS": p.dim,
+            "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages, "APART": int(self.apart),
             "MASK": int(p.program.keep is not None), "BF16": int(p.dtype == torch.bfloat16),
         }  # fmt: skip
 
@@ -238,7 +273,7 @@ class Ready:
         names = ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v")
         rows = dict(zip(names, (64, 64, m.block, m.block), strict=True))
         length, heads = (p.seqlen_kv, p.heads_kv) if m.keys else (p.seqlen_q, p.heads_q)
-        dx, dy = m.gradients
+        dx, dy = m.outputs
         return cls(
             m, kernel, p.batch * heads * -(-length // (64 * m.groups)),
             {name: hopper_forward.maps(tensors[name], (rows[name], 1), m.width) for name in names},
@@ -252,7 +287,7 @@ class Ready:
     def start(self, x: Operands, work: dict[str, torch.Tensor]) -> None:
         """The launch."""
         tensors = {"q": x.q, "dout": work["dout"], "k": x.k, "v": x.v}
-        p, (dx, dy), marks = self.measure.p, self.measure.gradients, "bad_kv" if self.measure.keys else "bad_q"
+        p, (dx, dy), marks = self.measure.p, self.measure.outputs, "bad_kv" if self.measure.keys else "bad_q"
         self.kernel.launch(self.grid, (
             *(maps[tensors[name].data_ptr()] for name, maps in self.maps.items()),
             *(work[name].data_ptr() for name in ("lse_log2", "delta", dx, dy, marks, "sums")), *self.numbers,

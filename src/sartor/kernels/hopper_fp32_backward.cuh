@@ -342,15 +342,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
   const Task task = Task::number(blockIdx.x, t, n, aux);
-  if (threadIdx.x == 0) Rings(base).init();
-  __syncthreads();
-  const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);
-  if (warp < 4) {
-    registers_fewer<PRODUCER_REGISTERS>();
+  const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);
     if (warp == 1) bring_rows(base, task, noise);
-  } else {
-    registers_more<CONSUMER_REGISTERS>();
-    Consumer(task, base, warp / 4 - 1, factor, scale, noise).run();
-  }
+  };
+  divide<Rings>(base, bring, [&](int group) { Consumer(task, base, group, factor, scale, noise).run(); });
 }

@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
 class Tile:
     """The measure a kernel is cut to: rows of queries, rows of keys, warps, pipeline stages.
 
-    `then` is the measure of the second kernel where a pass has two of its own measure (dk and dv, then dq).
+    `then` is the measure of the next kernel where a pass has several of their own measure (dk and dv, then dq).
     """
 
     block_m: int

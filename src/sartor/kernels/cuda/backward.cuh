@@ -93,10 +93,26 @@ struct Worker {
       }
     }
   }
-  DEVICE void mark(bool lost) const {  // whether the 64 rows are to be computed again
+  // whether the 64 rows are to be computed again; not `fresh`: what an earlier kernel said of them stays
+  DEVICE void mark(bool lost, bool fresh = true) const {
     lost = group_any(1 + group, lost);
     const int slices = ceil_div(task.held(), 64), slice = first() / 64;
     const int flat = task.batch * task.heads_held() + task.head;
-    if ((threadIdx.x & 127) == 0 && slice < slices) task.t.marks[flat * slices + (KEYS ? slice : slices - 1 - slice)] = lost;
+    if ((threadIdx.x & 127) == 0 && slice < slices && (fresh || lost))
+      task.t.marks[flat * slices + (KEYS ? slice : slices - 1 - slice)] = lost;
   }
 };
+
+// A block's work: four warps that load, each told its number, and warpgroups that multiply, each told its own
+template <class Rings, class Load, class Multiply> DEVICE void divide(u32 base, Load load, Multiply multiply) {
+  if (threadIdx.x == 0) Rings(base).init();
+  __syncthreads();
+  const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);
+  if (warp < 4) {
+    registers_fewer<PRODUCER_REGISTERS>();
+    load(warp);
+  } else {
+    registers_more<CONSUMER_REGISTERS>();
+    multiply(warp / 4 - 1);
+  }
+}

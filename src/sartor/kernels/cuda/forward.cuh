@@ -1,11 +1,11 @@
 // What the Hopper forwards share: shared memory, the scheduler, the loader, and a warpgroup's place, mask and output.
 //
-// The kernel that includes this has named its tiles, QTile, KTile and VTile, how many key tiles before the end of a note its
-// place is free for the next (LEAD), and its measure in macros: DIM_V, COLUMNS
-// (of the output, at most DIM_V), GROUPS (consumer warpgroups), BLOCK_N (keys a tile), STAGES_K, STAGES_V, Q_BUFFERS,
-// JOBS (notes on query tiles: one, or one ahead), ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval has a lower end), SCORE, PRESCALE,
-// SINKS, BALANCED, RAGGED (the last key tile is not full), TURNS (warpgroups take turns at the tensor cores), WIDE (float32
-// output), BF16.
+// The kernel that includes this has named its tiles, QTile, KTile and VTile, how many key tiles before the end of a note
+// its place is free for the next (LEAD), and its measure in macros: DIM_V, COLUMNS (of the output, at most DIM_V), GROUPS
+// (consumer warpgroups), BLOCK_N (keys a tile), STAGES_K, STAGES_V, Q_BUFFERS, JOBS (notes on query tiles: one, or one
+// ahead), ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval has a lower end), SCORE,
+// PRESCALE, SINKS, BALANCED, RAGGED (the last key tile is not full), TURNS (warpgroups take turns at the tensor cores),
+// WIDE (float32 output), BF16.
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/near.cuh"
