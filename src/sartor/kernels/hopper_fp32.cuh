@@ -254,7 +254,7 @@ struct Consumer : Worker {
     float test[2] = {0.f, 0.f};  // stays 0 unless something is not finite
     UNROLL for (int i = 0; i < DIM_V / 2; i++) {
       const int r = i / 2 % 2;
-      o[i] *= f.inverse[r];
+      o[i] = fmaf(o[i], f.inverse[r], o[i] * softmax.rest[r]);
       test[r] = fmaf(o[i], 0.f, test[r]);
     }
     UNROLL for (int r = 0; r < 2; r++) store_row(o, r, f), lost |= f.real[r] && test[r] != 0.f;

@@ -140,7 +140,7 @@ template <int N> struct Online {
   static constexpr float margin = 7.f, limit = 15.f;  // log2 of a new maximum's weight, and of the largest
 
   const float natural;  // what the scores are multiplied with in lse
-  float top[2], sum[2];
+  float top[2], sum[2], rest[2];  // rest: what a normaliser lacks, so that an output is rounded once
 
   DEVICE Online(float natural) : natural(natural) {}
 
@@ -188,6 +188,7 @@ template <int N> struct Online {
       const float shrink = l == 0.f ? 0.f : power2((own - highest) * LOG2_E - margin) * fmaf(excess, -LN_2, 1.f);
       l = l * shrink + power2((sink[r] - highest) * LOG2_E);
       inverse[r] = l == 0.f ? 0.f : shrink / l;
+      rest[r] = l == 0.f ? 0.f : fmaf(-inverse[r], l, shrink) / l;
       lse[r] = l == 0.f ? -INF : add_logarithm(highest, l);
     }
   }
