@@ -99,7 +99,8 @@ def bench(
     mask: Annotated[str, typer.Option(help="ad hoc: full,causal,window1024, ...")] = "",
     causal: Annotated[str, typer.Option(help="ad hoc: yes, no or both; short for --mask")] = "",
     rounds: int = 10,
-    turn_ms: Annotated[float | None, typer.Option(help="a provider's turn; by default 40 on a GPU, 5 on a CPU")] = None,
+    turn_ms: Annotated[float | None, typer.Option(help="what counts of a turn; 40 on a GPU, 5 on a CPU")] = None,
+    lead_ms: Annotated[float | None, typer.Option(help="what goes before it; 80 on a GPU, 0 on a CPU")] = None,
     max_seconds: Annotated[float, typer.Option(help="start no further workload after this")] = float("inf"),
     check: Annotated[bool, typer.Option(help="measure errors against float64")] = True,
     plot: Annotated[bool, typer.Option(help="draw the suite's plots")] = True,
@@ -121,7 +122,8 @@ def bench(
         chosen = adhoc.suite(suite, quick, where, batch, {k: v for k, v in flags.items() if v})
         chosen = adhoc.narrow(chosen, providers, modes)
         target = results_folder() if record else out
-        _bench(chosen, where, Budget(rounds, turn_ms), (check, plot, record), target, max_seconds)
+        budget = Budget(rounds, turn_ms, chosen.lead_ms if lead_ms is None else lead_ms)
+        _bench(chosen, where, budget, (check, plot, record), target, max_seconds)
 
 
 def _bench(

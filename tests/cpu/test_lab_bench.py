@@ -147,6 +147,16 @@ def test_timing_gives_every_candidate_a_turn_a_round() -> None:
     assert all(len(t.samples) > 1 for t in long.values())
 
 
+def test_the_lead_of_a_turn_does_not_count() -> None:
+    calls: list[str] = []
+    runs = {"a": lambda: calls.append("a")}
+    found = timing.interleave(runs, CPU, Budget(rounds=2, turn_ms=0.0, warmup_ms=0.0))["a"]
+    without = len(calls)
+    led = timing.interleave(runs, CPU, Budget(rounds=2, turn_ms=0.0, lead_ms=5.0, warmup_ms=0.0))["a"]
+    assert len(led.samples) == len(found.samples) == 2
+    assert len(calls) - without > 2 * without
+
+
 def test_peak_memory_counts_what_is_freed_again() -> None:
     def run() -> torch.Tensor:
         big = torch.ones(1 << 20)  # 4 MiB

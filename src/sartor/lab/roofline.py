@@ -80,7 +80,7 @@ def outlook(w: Workload, plan: Plan) -> str:
 
 
 def _ms(run: Callable[[], object], device: torch.device) -> float:
-    return interleave({"": run}, device, Budget(rounds=5, turn_ms=25.0, warmup_ms=50.0, settle_ms=100.0))[""].ms
+    return interleave({"": run}, device, Budget(rounds=5, turn_ms=25.0, warmup_ms=50.0))[""].ms
 
 
 def to_records(ceilings: Ceilings, run: Run) -> list[Record]:

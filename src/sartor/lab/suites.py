@@ -25,13 +25,15 @@ GRID_KEYS = {
 
 @dataclass(frozen=True)
 class Suite:
-    """Workloads in order, each with its providers; `baseline` is whom ratios are taken against."""
+    """Workloads in order, each with its providers; `baseline` is whom ratios are taken against, `lead_ms` as in
+    `timing.Budget`."""
 
     name: str
     description: str
     baseline: str
     cases: tuple[tuple[Workload, tuple[str, ...]], ...]
     plots: tuple[str, ...] = field(default=())
+    lead_ms: float | None = None
 
     def narrowed(self, providers: list[str], modes: list[str]) -> Suite:
         """Only these providers and modes, where given."""
@@ -74,8 +76,9 @@ def parse(name: str, table: dict[str, Any]) -> Suite:
             raise ValueError(f"{name}: grid keys must be among {sorted(GRID_KEYS)}, got {sorted(unknown)}")
         cases += [(w, tuple(grid.get("providers", who))) for w in expand(grid, grid.get("modes", modes))]
     return Suite(
-        name, table.get("description", ""), table.get("baseline", "sdpa"), tuple(cases), tuple(table.get("plots", ()))
-    )
+        name, table.get("description", ""), table.get("baseline", "sdpa"), tuple(cases), tuple(table.get("plots", ())),
+        table.get("lead_ms"),
+    )  # fmt: skip
 
 
 def expand(grid: dict[str, Any], modes: list[str]) -> Iterator[Workload]:

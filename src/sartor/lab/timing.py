@@ -1,9 +1,8 @@
-"""The one timer. Candidates take turns, a few tens of milliseconds each, in an order shuffled again and again.
+"""The one timer. Candidates take turns, a tenth of a second each, in an order shuffled again and again.
 
-What runs first rides a cool card and a high clock, and a card at its power cap drifts by several per cent within a
-minute, so only times taken between each other's turns may be compared. A card at its power cap gives a kernel the clock
-that its power draw allows: a turn is long enough for it to come to its own, which launch by launch it would share with
-the others.
+A card at its power cap drifts by several per cent within a minute, so only times taken between each other's turns may
+be compared. It gives a kernel the clock that its power draw allows, but late: a turn begins with the clock that the one
+before has left. So the first part of a turn does not count.
 
 On a GPU the samples of a turn are enqueued behind a spinning kernel: events then time the work, not the gaps in which
 the host was still enqueueing it.
@@ -11,7 +10,6 @@ the host was still enqueueing it.
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -28,14 +26,14 @@ QUEUE = 100  # calls and events enqueued at a time: a stream holds about a thous
 class Budget:
     """How long to measure: `rounds` rounds, in each of which every candidate has one turn, or `max_s` at most.
 
-    turn_ms: a turn, one sample at least; by default what the device wants, 40 on a GPU and 5 on a CPU. Rounds of the
-    first `settle_ms` do not count on a GPU: a card that has rested runs above the clock it can hold.
+    turn_ms: what counts of a turn, one sample at least; by default what the device wants, 40 on a GPU and 5 on a CPU.
+    lead_ms: what goes before it and does not count, until the clock is the candidate's own; by default 80 and 0.
     """
 
     rounds: int = 10
     turn_ms: float | None = None
+    lead_ms: float | None = None
     warmup_ms: float = 25.0
-    settle_ms: float = 300.0
     max_s: float = 6.0
 
 
@@ -60,41 +58,32 @@ class Timing:
 def interleave(
     runs: Mapping[str, Run], device: torch.device, budget: Budget = Budget(), cold_l2: bool = False
 ) -> dict[str, Timing]:
-    """Time every candidate; a sample is one call, or as many as are long enough for the clock that events read.
-
-    Every second round is the one before it backwards: a card that has cooled under one is faster for who comes next.
-    """
+    """Time every candidate; a sample is one call, or as many as are long enough for the clock that events read."""
     if not runs:
         return {}
     clock: _CudaClock | _HostClock = _CudaClock(device, cold_l2) if device.type == "cuda" else _HostClock()
     turn_ms = clock.turn_ms if budget.turn_ms is None else budget.turn_ms
+    lead_ms = clock.lead_ms if budget.lead_ms is None else budget.lead_ms
     warm = {name: clock.warm_up(run, budget.warmup_ms) for name, run in runs.items()}  # ms a call
     timings = {name: Timing() for name in runs}
-    order = list(runs)
-    rearrange = itertools.cycle((lambda: random.shuffle(order), order.reverse))
 
     def turn(name: str) -> list[float]:
         calls = 1 if cold_l2 else max(1, min(64, round(clock.sample_ms / warm[name])))
         batch = max(1, min(round(0.5 * turn_ms / (calls * warm[name])), QUEUE // (calls + 2)))  # half a turn, at most
+        begin = time.perf_counter() + (lead_ms * 1e-3 if warm[name] < lead_ms else 0.0)  # else a call is its own lead
+        while time.perf_counter() < begin:
+            clock.measure(runs[name], calls, batch)
         samples: list[float] = []
-        end = time.perf_counter() + turn_ms * 1e-3
-        while not samples or time.perf_counter() < end:
+        while not samples or time.perf_counter() < begin + turn_ms * 1e-3:
             samples += clock.measure(runs[name], calls, batch)
         return samples
 
-    def one_round() -> list[tuple[str, list[float]]]:
-        next(rearrange)()
-        return [(name, turn(name)) for name in order]
-
-    settled = time.perf_counter() + (budget.settle_ms * 1e-3 if device.type == "cuda" else 0.0)
-    while time.perf_counter() < settled:
-        one_round()
     deadline = time.perf_counter() + budget.max_s
     for done in range(budget.rounds):
         if time.perf_counter() > deadline and done > 2:
             break
-        for name, samples in one_round():
-            timings[name].samples += samples
+        for name in random.sample(list(runs), len(runs)):
+            timings[name].samples += turn(name)
     for name, run in runs.items():
         timings[name].host_us = clock.host_us(run, warm[name])
     return timings
@@ -103,7 +92,7 @@ def interleave(
 class _HostClock:
     """perf_counter around synchronous calls."""
 
-    sample_ms, turn_ms = 0.2, 5.0
+    sample_ms, turn_ms, lead_ms = 0.2, 5.0, 0.0
 
     def warm_up(self, run: Run, warmup_ms: float) -> float:
         """Call for `warmup_ms`, at least twice; milliseconds of a call."""
@@ -134,7 +123,7 @@ class _HostClock:
 class _CudaClock:
     """CUDA events on the current stream, behind a backlog."""
 
-    sample_ms, turn_ms = 0.1, 40.0
+    sample_ms, turn_ms, lead_ms = 0.1, 40.0, 80.0
 
     def __init__(self, device: torch.device, cold_l2: bool) -> None:
         self.device = device
