@@ -102,7 +102,7 @@ def marked(row):
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
 def test_row_is_legal_and_found(row):
     """A tile the kernel allows, and the one that planning takes."""
-    call = call_of(row["dim"], row["mask"], DTYPES[row["bits"]], row["dim_v"], row.get("keys", LENGTH))
+    call = call_of(row["dim"], row["mask"], DTYPES[row["bits"]], row["dim_v"], row.get("keys", 4 * LENGTH))
     p, spec = Problem.of(call), kernels.load(row["kernel"])
     tile = Tile.of(row["tile"])
     assert tile in set(spec.tiles(p, ARCHITECTURES[90])) or spec.fits(p, ARCHITECTURES[90], tile)

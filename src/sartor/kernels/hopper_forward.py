@@ -53,7 +53,7 @@ class HopperForward:
         measures = (Measure.of(p, Tile(64 * g, n, 4 * (g + 1), s)) for g, n, s in _grid(p))
         plain = p.program.score is None
         for m in measures:
-            most = 192 if m.groups < 3 else 132 if plain and m.mask < 2 else 128
+            most = 192 if m.groups < 3 else 108 if not plain else 132 if m.mask < 2 else 120
             if m.accumulators + 8 * len(m.near) <= most and m.shared_bytes <= launch.room(dev):
                 yield m.tile
 
@@ -134,7 +134,9 @@ def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
     """(consumer warpgroups, keys a tile, stages), best guess first."""
     wide, odd = max(p.dim, p.dim_v), p.dim % 16 > 0 or p.dim_v % 16 > 0  # odd: rows that do not start on 32 bytes
     slices = -(-p.seqlen_q // 64) * p.group
-    groups = (1, 2, 3) if slices == 1 else (3, 2, 1) if wide <= (120 if odd else 80) else (2, 1)
+    groups: tuple[int, ...] = (2, 3, 1) if wide <= 128 else (2, 1)
+    if slices == 1 or wide <= (120 if odd else 80):
+        groups = (1, 2, 3) if slices == 1 else (3, 2, 1)
     narrow = wide > 176 or (odd and wide > 80)
     widths = (64, 80, 96, 48, 32, 16, 128) if narrow else (128, 112, 96, 80, 64, 192, 176, 160, 144, 48, 32, 16)
     return ((g, n, s) for g in groups for n in widths for s in (6, 5, 4, 3, 2))
