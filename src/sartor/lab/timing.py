@@ -143,23 +143,30 @@ class _CudaClock:
         end.synchronize()
         return float(cycles / start.elapsed_time(end))
 
+    def _spin(self, ms: float) -> None:
+        """Keep the device busy for so long, 0.1 s at most."""
+        torch.cuda._sleep(int(self.spin_per_ms * min(ms, 100.0)))  # type: ignore[no-untyped-call]
+
     def _event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def warm_up(self, run: Run, warmup_ms: float) -> float:
-        """Call for `warmup_ms`, at least three times; milliseconds of a call as the device sees it."""
+        """Call for `warmup_ms`, at least five times; milliseconds of a call as the device sees it."""
         start, end = self._event(), self._event()
         run()
         torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
+        for _ in range(2):
+            run()
+        host_ms = (time.perf_counter() - begin) * 0.5e3
+        self._spin(3.0 * host_ms + 0.1)  # while the next two are enqueued: where the host is slow, gaps are not theirs
         start.record()
         for _ in range(2):
             run()
-        host_us = (time.perf_counter() - begin) * 0.5e6
         end.record()
         end.synchronize()
         ms = max(float(start.elapsed_time(end)) / 2, 1e-3)
-        self.ahead_ms[id(run)] = 1.2e-3 * host_us - 0.8 * ms
+        self.ahead_ms[id(run)] = 1.2 * host_ms - 0.8 * ms
         for _ in range(min(int(warmup_ms / ms), 500)):
             run()
         torch.cuda.synchronize(self.device)
@@ -169,7 +176,7 @@ class _CudaClock:
         """Milliseconds per call, of `batch` samples of so many calls, enqueued ahead of the device throughout."""
         events = [(self._event(), self._event()) for _ in range(batch)]
         ahead_ms = max(self.ahead_ms[id(run)] * calls + 0.02, 0.0) * batch  # none where the device is slower: no rest
-        torch.cuda._sleep(int(self.spin_per_ms * min(ahead_ms + 0.1, 100.0)))  # type: ignore[no-untyped-call]
+        self._spin(ahead_ms + 0.1)
         for start, end in events:
             if self.flush is not None:
                 self.flush.zero_()
