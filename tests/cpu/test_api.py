@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sartor
 from sartor import kernels, mods, nvrtc, ops, problem, testing
 from sartor.device import ARCHITECTURES
+from sartor.kernels import blocked
 from sartor.mods import core
 from sartor.mods.core import resolve
 from sartor.problem import Call
@@ -28,13 +29,32 @@ def test_explain_names_the_plan_and_the_reasons():
     q, k, v = inputs(sq=13)
     plain = sartor.explain(q, k, v, causal=True)
     assert plain.plan.kernel.name == "torch_cpu"
-    assert plain.backward.kernel.name == "blocked_backward"
+    assert plain.backward.kernel.name == "torch_cpu_backward"
+    assert "blocked_backward computes" in str(plain)
     capped = sartor.explain(q, k, v, softcap=2.0, return_lse=True)
     assert capped.plan.kernel.name == "blocked"
     assert any("softcap" in reason for reason in capped.refused["torch_cpu"])
     text = str(capped)
     for word in ("b=2", "h=4/2", "sq=13", "softcap", "torch_cpu: no", "forward:", "blocked_backward"):
         assert word in text
+
+
+@pytest.mark.parametrize("case", ["plain", "lse", "nan", "overflow"])
+def test_what_pytorchs_backward_lacks_is_left_to_blocked(monkeypatch, case):
+    """It knows no gradient of lse, and what is not finite must not reach where a mask forbids it."""
+    seen = []
+    run = blocked.BlockedBackward.run
+    monkeypatch.setattr(blocked.BlockedBackward, "run", lambda *args: seen.append(case) or run(*args))
+    q, k, v = inputs(sq=13)
+    if case == "nan":
+        v[:, 12] = torch.nan
+    if case == "overflow":
+        v[:, 12] = 1e38
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out, lse = sartor.attention(q, k, v, causal=True, return_lse=True)
+    (dq,) = torch.autograd.grad((out * 10).sum() + (lse.sum() if case == "lse" else 0), q)
+    assert seen == ([] if case == "plain" else [case])
+    assert dq[:, :12].isfinite().all()
 
 
 @pytest.mark.parametrize(

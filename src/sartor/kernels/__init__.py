@@ -10,8 +10,8 @@ from typing import Any
 
 FORWARD = ("hopper_forward", "hopper_fp32", "fp32_forward", "triton_forward", "torch_cpu", "blocked", "reference")
 BACKWARD = (
-    "hopper_backward", "hopper_fp32_backward", "fp32_backward", "triton_backward", "blocked_backward",
-    "reference_backward",
+    "hopper_backward", "hopper_fp32_backward", "fp32_backward", "triton_backward", "torch_cpu_backward",
+    "blocked_backward", "reference_backward",
 )  # fmt: skip
 OTHERS = {  # kernels that are made from other kernels' files too
     "hopper_fp32": ("hopper_forward", "fp32_forward", "triton_forward"),
@@ -25,7 +25,7 @@ OTHERS = {  # kernels that are made from other kernels' files too
 @cache
 def load(name: str) -> Any:
     """The KernelSpec called `name`: `SPEC` of its module, or `BACKWARD_SPEC` where both passes share a file."""
-    if name in ("blocked_backward", "reference_backward"):
+    if name in ("torch_cpu_backward", "blocked_backward", "reference_backward"):
         return importlib.import_module(f"sartor.kernels.{name.removesuffix('_backward')}").BACKWARD_SPEC
     return importlib.import_module(f"sartor.kernels.{name}").SPEC
 

@@ -1,19 +1,22 @@
-"""PyTorch's fused CPU kernel, where it computes the same thing.
+"""PyTorch's fused CPU kernels, forward and backward, where they compute the same thing.
 
 What it gets wrong is refused or repaired here: with a causal mask it gives NaN for scales <= 0, and it multiplies
 masked values by 0, which a NaN survives. A row whose scores are all NaN comes out 0 where a CPU's vectors are longer
-than the row. An empty problem ends the process (a division by 0).
+than the row. An empty problem ends the process (a division by 0). The backward knows no gradient of lse, and lets what
+is not finite reach where a mask forbids it: such calls are `blocked_backward`'s.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 
 from sartor.device import Device
+from sartor.kernels import blocked
 from sartor.kernels.algebra import spoiled
-from sartor.kernels.spec import Operands, Plan, Tile
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.mods.core import Program
 from sartor.mods.masks import causal
 from sartor.problem import Problem, name_of
@@ -26,7 +29,7 @@ class TorchCpu:
 
     name = "torch_cpu"
     family = "torch"
-    backwards: tuple[str, ...] = ("blocked_backward",)
+    backwards: tuple[str, ...] = ("torch_cpu_backward", "blocked_backward")
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """Sentences, one for each thing that PyTorch's kernel lacks or gets wrong."""
@@ -57,16 +60,53 @@ class TorchCpu:
         p = plan.problem
         is_causal = p.program == CAUSAL
         q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
-        repair = is_causal and not bool(v.isfinite().all())
+        repair = is_causal and not _finite(v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, torch.where(v.isfinite(), v, 0) if repair else v, 0.0, is_causal, scale=p.softmax_scale
         )
         if repair:
             out = spoiled(out, *(_seen(kind, p.group) for kind in (v.isnan(), v == torch.inf, v == -torch.inf)))
-        if bool((lse == 0).any()):  # as of a row of NaN scores; if it is one, so is its score of the first key
+        if not bool(lse.all()):  # as of a row of NaN scores, 0; if it is one, so is its score of the first key
             lost = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)).isnan()
             out, lse = torch.where(lost, torch.nan, out), torch.where(lost[..., 0], torch.nan, lse)
         return out.transpose(1, 2), lse.contiguous()
+
+
+class TorchCpuBackward:
+    """See the module."""
+
+    name = "torch_cpu_backward"
+    family = "torch"
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """Nothing: it goes with the forward above, which has said it."""
+        return SPEC.why_not(p, dev)
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """Its tiles are PyTorch's own."""
+        return ()
+
+    def notes(self, p: Problem) -> Iterable[str]:
+        """What it leaves to another kernel."""
+        yield "where lse has a gradient, or something is not finite, blocked_backward computes the gradients"
+
+    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
+        """dq, dk, dv."""
+        p = plan.problem
+        plain = saved.dlse is None or not bool(saved.dlse.any())  # compiled graphs bring zeros
+        if plain and _finite(saved.lse):
+            dout, q, k, v, out = (t.transpose(1, 2) for t in (saved.dout, x.q, x.k, x.v, saved.out))
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout, q, k, v, out, saved.lse, 0.0, p.program == CAUSAL, scale=p.softmax_scale
+            )
+            if all(map(_finite, found)):
+                return Gradients(*(t.transpose(1, 2) for t in found))
+        return blocked.BACKWARD_SPEC.run(plan, x, saved)
+
+
+def _finite(t: torch.Tensor) -> bool:
+    """Whether everything is, by a sum, which is fast: False where that is too large as well."""
+    return math.isfinite(t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).item())
 
 
 def _seen(marked: torch.Tensor, group: int) -> torch.Tensor:
@@ -75,3 +115,4 @@ def _seen(marked: torch.Tensor, group: int) -> torch.Tensor:
 
 
 SPEC = TorchCpu()
+BACKWARD_SPEC = TorchCpuBackward()
