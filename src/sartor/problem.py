@@ -173,14 +173,15 @@ class Problem:
 
 
 def mask_class(p: Problem) -> str:
-    """`full` without a mask or score, `band` for a lone causal or window mask, `tensor` where a bias or mask is read
-    for every pair of query and key, `score` for other scores without a mask, else `mods`."""
-    keep, score = p.program.keep, p.program.score
+    """`full` without a mask or score, `band` for a causal or window mask, `tensor` where a bias or mask is read for
+    every pair of query and key, `score` for other scores, with a mask or without, `mods` for other masks."""
     if any({"q", "k"} <= set(a.pattern.lower()) for a in p.program.aux):
         return "tensor"
-    if keep is None:
-        return "full" if score is None else "score"
-    return "band" if p.mask_name in ("causal", "window") and score is None else "mods"
+    if p.program.score is not None:
+        return "score"
+    if p.program.keep is None:
+        return "full"
+    return "band" if p.mask_name in ("causal", "window") else "mods"
 
 
 def _rows_on_16_bytes(t: torch.Tensor) -> bool:

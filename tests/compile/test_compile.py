@@ -47,10 +47,9 @@ def call_of(dim, kind="full", dtype=torch.bfloat16, dim_v=None, length=LENGTH, *
     """A call on contiguous (b, s, h, d) meta tensors."""
     widths = (dim, dim, dim_v or dim)
     q, k, v = (torch.empty((BATCH, length, HEADS, n), dtype=dtype, device="meta") for n in widths)
-    if kind in ("tensor", "score", "mods"):
-        bias = torch.empty((length, length), dtype=dtype, device="meta")
-        options |= {"bias": bias} if kind == "tensor" else {"softcap": 30.0}
-    return Call(q, k, v, causal=kind in ("band", "mods"), **options)
+    bias = torch.empty((length, length), dtype=dtype, device="meta")
+    options |= {"tensor": {"bias": bias}, "score": {"softcap": 30.0}, "mods": {"mask": mods.prefix(64)}}.get(kind, {})
+    return Call(q, k, v, causal=kind == "band", **options)
 
 
 def launches(kernel, call, tile, arch):

@@ -46,8 +46,8 @@ def meta(*shape, dtype=torch.float32):
 
 def of_class(mask, dim, n):
     """A problem of a class of masks, n queries and keys."""
-    options = {"band": {"causal": True}, "tensor": {"bias": meta(n, n, dtype=BF16)}, "score": {"softcap": 30.0}}
-    options |= {"mods": {"causal": True, "alibi_slopes": meta(4)}}
+    options = {"band": {"causal": True}, "tensor": {"bias": meta(n, n, dtype=BF16)}, "mods": {"mask": mods.prefix(64)}}
+    options |= {"score": {"causal": True, "alibi_slopes": meta(4)}}  # what takes most registers
     return problem(dim, lengths=(n, n), **options.get(mask, {}))
 
 

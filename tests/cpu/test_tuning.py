@@ -42,7 +42,7 @@ def test_few_keys_have_rows_of_their_own(monkeypatch):
         ({"bias": (2, 64, 64)}, "tensor"), ({"bias": (64, 64), "causal": True}, "tensor"),
         ({"mask": (64, 64)}, "tensor"),
         ({"bias": (2, 1, 64)}, "score"), ({"softcap": 3.0}, "score"),
-        ({"causal": True, "softcap": 3.0}, "mods"), ({"mask": mods.prefix(3)}, "mods"),
+        ({"causal": True, "softcap": 3.0}, "score"), ({"mask": mods.prefix(3)}, "mods"),
     ],
 )  # fmt: skip
 def test_mask_classes(options, kind):
