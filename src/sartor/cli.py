@@ -61,7 +61,7 @@ def explain(
     seqlen: Annotated[str, typer.Option(help="length, or query/key lengths as 1/8k")] = "4096",
     dim: Annotated[str, typer.Option(help="head dim, or dim/dim_v as 192/128")] = "128",
     dtype: str = "bfloat16",
-    mask: Annotated[str, typer.Option(help="full, causal, window1024, document8, softcap30, a+b, ...")] = "full",
+    mask: Annotated[str, typer.Option(help="full, causal, window1024, document8, softcap30, alibi, a+b, ...")] = "full",
     kernel: Annotated[str, typer.Option(help="a kernel by name, or auto")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, or an architecture that is not here: sm80, sm90, ...")] = "",
 ) -> None:

@@ -19,6 +19,7 @@ from sartor.lab.timing import Budget
 from sartor.lab.workloads import Inputs, Workload
 
 CPU = torch.device("cpu")
+MASKS = ["full", "causal", "window8", "document3", "tensor", "bias", "prefix20", "causal+alibi"]
 FAST = Budget(rounds=2, turn_ms=0.5, warmup_ms=0.5)
 SMALL = Workload(1, 2, 2, 48, 48, 16, 16, "float32", "causal", "fwd")
 CONTRACT = [
@@ -95,7 +96,7 @@ def test_ceilings_stay_with_the_run_they_belong_to(tmp_path: Path, fast_ceilings
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa-math", "sdpa", "sartor"])
-@pytest.mark.parametrize("mask", ["full", "causal", "window8", "document3", "tensor", "bias", "prefix20"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
 def test_providers_compute_the_same(name: str, mask: str, mode: str) -> None:
     w = Workload(2, 4, 2, 32, 32, 16, 16, "float32", mask, mode)

@@ -101,7 +101,8 @@ def _slice(w: Workload, x: Inputs) -> tuple[Workload, Inputs]:
     heads = 1 if _forward(w) else w.heads_q // w.heads_kv
     q, dout = (t.detach()[-1:, -heads:] for t in (x.q, x.dout))
     k, v = (t.detach()[-1:, -1:] for t in (x.k, x.v))
-    small = Inputs(q, k, v, dout, x.ids, None if x.bias is None else x.bias[:, -heads:], x.keep)
+    slopes, bias = None if x.slopes is None else x.slopes[-heads:], None if x.bias is None else x.bias[:, -heads:]
+    small = Inputs(q, k, v, dout, x.ids, slopes, bias, x.keep)
     return replace(w, batch=1, heads_q=heads, heads_kv=1), small
 
 

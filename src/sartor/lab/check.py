@@ -50,7 +50,8 @@ def cases(device: torch.device) -> Iterator[Workload]:
         for sq, skv in ((n - 3, n + 5), (1, n), (n + 7, n // 2)):
             yield Workload(1, 4, 2, sq, skv, 80, 80, dtype, "causal", mode)
         yield Workload(1, 8, 2, n, n, 64, 48, dtype, "full", mode)
-        for mask in ("window64", "document5", "prefix100", "tensor", "bias", "softcap30", "causal+document3+softcap20"):
+        masks = ("window64", "document5", "prefix100", "tensor", "bias", "softcap30")
+        for mask in (*masks, "causal+alibi", "causal+document3+softcap20"):
             yield Workload(2, 4, 2, n, n, 64, 64, dtype, mask, mode)
 
 

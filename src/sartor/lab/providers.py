@@ -76,6 +76,8 @@ def options(w: Workload, x: Inputs) -> dict[str, Any]:
         found["window"] = (p.window - 1, 0)
     if p.softcap:
         found["softcap"] = float(p.softcap)
+    if x.slopes is not None:
+        found["alibi_slopes"] = x.slopes
     if x.bias is not None:
         found["bias"] = x.bias
     mask = sartor.mods.document(x.ids) if x.ids is not None else None
@@ -110,7 +112,7 @@ def _tf32(w: Workload, x: Inputs) -> Attend:
 @provider("eager", lambda w, device: _too_big(w, device, copies=5))
 def _eager(w: Workload, x: Inputs) -> Attend:
     """softmax(q k^T) v in three steps, as a textbook writes it: every score in memory."""
-    visible, scale, group = x.visible(w), w.dim**-0.5, w.heads_q // w.heads_kv
+    visible, added, scale, group = x.visible(w), x.added(w), w.dim**-0.5, w.heads_q // w.heads_kv
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if group > 1:
@@ -118,8 +120,8 @@ def _eager(w: Workload, x: Inputs) -> Attend:
         s: Tensor = q @ k.mT * scale  # (b, hq, sq, skv)
         if w.pattern.softcap:
             s = w.pattern.softcap * torch.tanh(s / w.pattern.softcap)
-        if x.bias is not None:
-            s = s + x.bias
+        if added is not None:
+            s = s + added
         if visible is not None:
             s = s.masked_fill(~visible, -torch.inf)
         out: Tensor = s.softmax(-1) @ v
@@ -135,8 +137,9 @@ def _sdpa(backend: SDPBackend | None) -> Make:
         one_row = w.seqlen_q == 1 and w.pattern == Pattern(causal="bottom_right")
         is_causal = _sdpa_causal(w) and not one_row
         bias = None if is_causal or one_row else x.visible(w)
-        if x.bias is not None:
-            bias = x.bias if bias is None else x.bias.masked_fill(~bias, -torch.inf)
+        added = x.added(w)
+        if added is not None:
+            bias = added if bias is None else added.masked_fill(~bias, -torch.inf)
         keywords: dict[str, Any] = {"attn_mask": bias, "is_causal": is_causal}
         if w.heads_q != w.heads_kv:
             keywords["enable_gqa"] = True
@@ -263,11 +266,20 @@ def _flex_mask(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
 
 
 def _flex_score(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
-    cap = w.pattern.softcap
-    if x.bias is not None:
-        bias = x.bias[0]
-        return lambda s, b, h, q, kv: s + bias[h, q, kv]
-    return (lambda s, b, h, q, kv: cap * torch.tanh(s / cap)) if cap else None
+    cap, bias, slopes, shift = w.pattern.softcap, x.bias, x.slopes, w.seqlen_kv - w.seqlen_q
+    if not cap and bias is None and slopes is None:
+        return None
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if cap:
+            s = cap * torch.tanh(s / cap)
+        if bias is not None:
+            s = s + bias[0, h, q, kv]
+        if slopes is not None:
+            s = s - slopes[h] * (q + shift - kv).abs()
+        return s
+
+    return score
 
 
 def runner(attend: Attend, w: Workload, x: Inputs) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ MODES = ("fwd", "bwd", "fwd_bwd", "decode")
 FACTORS = {"fwd": 1.0, "decode": 1.0, "bwd": 2.5, "fwd_bwd": 3.5}  # matrix products: 2, 5, 7
 PARTS = re.compile(
     r"full|causal|causal_top_left|window(?P<window>\d+)|document(?P<document>\d+)"
-    r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|bias|tensor"
+    r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|alibi|bias|tensor"
 )
 
 
@@ -27,6 +27,7 @@ class Pattern:
     document: int = 0  # documents in the sequence, of unequal lengths
     prefix: int = 0  # keys that every query sees, and no others
     softcap: float = 0.0
+    alibi: bool = False
     bias: bool = False
     tensor: bool = False
 
@@ -37,14 +38,19 @@ class Pattern:
         for part in text.split("+"):
             match = PARTS.fullmatch(part)
             if match is None:
-                known = "full, causal, causal_top_left, windowN, documentN, prefixN, softcapN, bias, tensor"
+                known = "full, causal, causal_top_left, windowN, documentN, prefixN, softcapN, alibi, bias, tensor"
                 raise ValueError(f"mask part must be one of {known}, got {part!r}")
             found |= {k: int(v) for k, v in match.groupdict().items() if v is not None}
             if part.startswith("causal"):
                 found["causal"] = "top_left" if part.endswith("left") else "bottom_right"
-            if part in ("bias", "tensor"):
+            if part in ("alibi", "bias", "tensor"):
                 found[part] = True
         return cls(**found)
+
+    @property
+    def mask(self) -> Pattern:
+        """What of it says who sees whom."""
+        return replace(self, softcap=0.0, alibi=False, bias=False)
 
     @property
     def plain(self) -> bool:
@@ -111,7 +117,7 @@ class Workload:
     def pairs(self) -> float:
         """Query-key pairs of one head that count as useful; square causal counts as exactly half, as is customary."""
         p, sq, skv = self.pattern, self.seqlen_q, self.seqlen_kv
-        if p.causal and sq == skv and replace(p, causal="", softcap=0.0, bias=False, tensor=False) == Pattern():
+        if p.causal and sq == skv and replace(p.mask, causal="", tensor=False) == Pattern():
             return sq * skv / 2
         lo, hi = key_span(p, sq, skv)
         return float((hi - lo).sum())
@@ -167,6 +173,7 @@ class Inputs:
     v: torch.Tensor
     dout: torch.Tensor
     ids: torch.Tensor | None = None  # (1, skv) int32
+    slopes: torch.Tensor | None = None  # (hq,) float32, ALiBi's
     bias: torch.Tensor | None = None  # (1, hq, sq, skv)
     keep: torch.Tensor | None = None  # (1, 1, sq, skv) bool
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -190,6 +197,9 @@ class Inputs:
         self, p = cls(q, k, v, dout), w.pattern
         if p.document:
             self.ids = torch.from_numpy(document_ids(p.document, w.seqlen_kv))[None].to(device)
+        if p.alibi:  # Press et al. 2022: a geometric sequence down to 2^-8
+            heads = torch.arange(1, w.heads_q + 1, device=device, dtype=torch.float32)
+            self.slopes = torch.exp2(-8 * heads / w.heads_q)
         if p.bias:
             full = (1, w.heads_q, w.seqlen_q, w.seqlen_kv)
             self.bias = torch.randn(full, generator=g, device=device, dtype=w.torch_dtype)
@@ -204,6 +214,17 @@ class Inputs:
             key = torch.arange(w.seqlen_kv, device=self.q.device)
             inside = ((key >= lo[:, None]) & (key < hi[:, None]))[None, None]
             self.cache["visible"] = inside if self.keep is None else inside & self.keep
-        if replace(w.pattern, bias=False, softcap=0.0) == Pattern():
+        if w.pattern.mask == Pattern():
             return None
         return self.cache["visible"]
+
+    def added(self, w: Workload) -> torch.Tensor | None:
+        """What is added to the scores, (1, hq, sq, skv) in the inputs' dtype, for who takes nothing smaller."""
+        if self.slopes is None:
+            return self.bias
+        if "added" not in self.cache:
+            q, kv = (torch.arange(n, device=self.q.device) for n in (w.seqlen_q, w.seqlen_kv))
+            distance = (q[:, None] + (w.seqlen_kv - w.seqlen_q) - kv).abs()
+            alibi = -(self.slopes.view(1, -1, 1, 1) * distance).to(self.q.dtype)
+            self.cache["added"] = alibi if self.bias is None else alibi + self.bias
+        return self.cache["added"]
