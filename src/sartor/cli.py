@@ -98,7 +98,7 @@ def bench(
     dtype: Annotated[str, typer.Option(help="ad hoc: bfloat16,float32")] = "",
     mask: Annotated[str, typer.Option(help="ad hoc: full,causal,window1024, ...")] = "",
     causal: Annotated[str, typer.Option(help="ad hoc: yes, no or both; short for --mask")] = "",
-    rounds: int = 10,
+    rounds: Annotated[int, typer.Option(help="turns of each provider; by default the suite's, or 10")] = 0,
     turn_ms: Annotated[float | None, typer.Option(help="what counts of a turn; 40 on a GPU, 5 on a CPU")] = None,
     lead_ms: Annotated[float | None, typer.Option(help="what goes before it; 80 on a GPU, 0 on a CPU")] = None,
     max_seconds: Annotated[float, typer.Option(help="start no further workload after this")] = float("inf"),
@@ -122,7 +122,7 @@ def bench(
         chosen = adhoc.suite(suite, quick, where, batch, {k: v for k, v in flags.items() if v})
         chosen = adhoc.narrow(chosen, providers, modes)
         target = results_folder() if record else out
-        budget = Budget(rounds, turn_ms, chosen.lead_ms if lead_ms is None else lead_ms)
+        budget = Budget(rounds or chosen.rounds, turn_ms, chosen.lead_ms if lead_ms is None else lead_ms)
         _bench(chosen, where, budget, (check, plot, record), target, max_seconds)
 
 

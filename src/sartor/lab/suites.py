@@ -25,8 +25,8 @@ GRID_KEYS = {
 
 @dataclass(frozen=True)
 class Suite:
-    """Workloads in order, each with its providers; `baseline` is whom ratios are taken against, `lead_ms` as in
-    `timing.Budget`."""
+    """Workloads in order, each with its providers; `baseline` is whom ratios are taken against, `lead_ms` and `rounds`
+    as in `timing.Budget`."""
 
     name: str
     description: str
@@ -34,6 +34,7 @@ class Suite:
     cases: tuple[tuple[Workload, tuple[str, ...]], ...]
     plots: tuple[str, ...] = field(default=())
     lead_ms: float | None = None
+    rounds: int = 10
 
     def narrowed(self, providers: list[str], modes: list[str]) -> Suite:
         """Only these providers and modes, where given."""
@@ -77,7 +78,7 @@ def parse(name: str, table: dict[str, Any]) -> Suite:
         cases += [(w, tuple(grid.get("providers", who))) for w in expand(grid, grid.get("modes", modes))]
     return Suite(
         name, table.get("description", ""), table.get("baseline", "sdpa"), tuple(cases), tuple(table.get("plots", ())),
-        table.get("lead_ms"),
+        table.get("lead_ms"), table.get("rounds", 10),
     )  # fmt: skip
 
 
