@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,11 +16,17 @@ def working_dtype(p: Problem) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
+def finite(t: torch.Tensor) -> bool:
+    """Whether all of it is: by its sum, which is fast, element by element only where that is not."""
+    total = t.sum(dtype=torch.promote_types(t.dtype, torch.float32))
+    return math.isfinite(total.item()) or bool(t.isfinite().all())
+
+
 def attended(weights: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """weights @ x, in which x[j] reaches row i only where keep[i, j]; weights are 0 where keep is False."""
-    finite = x.isfinite()
-    result = weights @ torch.where(finite, x, 0)
-    if finite.all():
+    known = x.isfinite()
+    result = weights @ torch.where(known, x, 0)
+    if known.all():
         return result
     return spoiled(result, *(reach(keep, kind) for kind in (x.isnan(), x == torch.inf, x == -torch.inf)))
 

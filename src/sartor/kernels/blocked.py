@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sartor.device import Device
-from sartor.kernels.algebra import attended, reach, sink_gradient, spoiled, working_dtype
+from sartor.kernels.algebra import attended, finite, reach, sink_gradient, spoiled, working_dtype
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, allocate_out
 from sartor.mods.core import BIG
 from sartor.mods.expr import evaluate
@@ -77,7 +77,7 @@ class Span:
 def parts(p: Problem, x: Operands, others: tuple[Tensor, ...] = ()) -> Iterator[Part]:
     """The call, some batch items at a time. `others` count for `clean`."""
     step = 1 if p.heads_q * p.seqlen_q * p.seqlen_kv >= ITEM else p.batch
-    clean = all(bool(t.isfinite().all()) for t in (x.q, x.k, x.v, *others))
+    clean = all(map(finite, (x.q, x.k, x.v, *others)))
     for first in range(0, p.batch, max(step, 1)):
         items = slice(first, first + step)
         q = heads_first(x.q[items], p, p.heads_kv) * p.softmax_scale

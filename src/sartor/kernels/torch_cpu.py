@@ -8,14 +8,13 @@ is not finite reach where a mask forbids it: such calls are `blocked_backward`'s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 
 from sartor.device import Device
 from sartor.kernels import blocked
-from sartor.kernels.algebra import spoiled
+from sartor.kernels.algebra import finite, spoiled
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.mods.core import Program
 from sartor.mods.masks import causal
@@ -60,7 +59,7 @@ class TorchCpu:
         p = plan.problem
         is_causal = p.program == CAUSAL
         q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
-        repair = is_causal and not _finite(v)
+        repair = is_causal and not finite(v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, torch.where(v.isfinite(), v, 0) if repair else v, 0.0, is_causal, scale=p.softmax_scale
         )
@@ -79,7 +78,7 @@ class TorchCpuBackward:
     family = "torch"
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
-        """Nothing: it goes with the forward above, which has said it."""
+        """As of the forward."""
         return SPEC.why_not(p, dev)
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
@@ -94,19 +93,14 @@ class TorchCpuBackward:
         """dq, dk, dv."""
         p = plan.problem
         plain = saved.dlse is None or not bool(saved.dlse.any())  # compiled graphs bring zeros
-        if plain and _finite(saved.lse):
+        if plain and finite(saved.lse):
             dout, q, k, v, out = (t.transpose(1, 2) for t in (saved.dout, x.q, x.k, x.v, saved.out))
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout, q, k, v, out, saved.lse, 0.0, p.program == CAUSAL, scale=p.softmax_scale
             )
-            if all(map(_finite, found)):
+            if all(map(finite, found)):
                 return Gradients(*(t.transpose(1, 2) for t in found))
         return blocked.BACKWARD_SPEC.run(plan, x, saved)
-
-
-def _finite(t: torch.Tensor) -> bool:
-    """Whether everything is, by a sum, which is fast: False where that is too large as well."""
-    return math.isfinite(t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).item())
 
 
 def _seen(marked: torch.Tensor, group: int) -> torch.Tensor:
