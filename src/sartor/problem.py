@@ -173,15 +173,15 @@ class Problem:
 
 
 def mask_class(p: Problem) -> str:
-    """`full` without a mask or score, `band` for a causal or window mask, `tensor` where a bias or mask is read for
-    every pair of query and key, `score` for other scores, with a mask or without, `mods` for other masks."""
+    """`full` without a mask or score, `band` for a causal mask, `tensor` where a bias or mask is read for every pair of
+    query and key, `score` for other scores, with a mask or without, `mods` for other masks, windows among them."""
     if any({"q", "k"} <= set(a.pattern.lower()) for a in p.program.aux):
         return "tensor"
     if p.program.score is not None:
         return "score"
     if p.program.keep is None:
         return "full"
-    return "band" if p.mask_name in ("causal", "window") else "mods"
+    return "band" if p.mask_name == "causal" else "mods"
 
 
 def _rows_on_16_bytes(t: torch.Tensor) -> bool:
