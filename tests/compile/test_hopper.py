@@ -13,6 +13,7 @@ from sartor import kernels, mods, nvrtc
 from sartor.device import ARCHITECTURES
 from sartor.kernels.hopper_forward import Measure
 from sartor.kernels.spec import Plan, Tile
+from sartor.plan import choose
 from sartor.problem import Call, Problem
 
 if nvrtc.missing():
@@ -79,6 +80,17 @@ FEATURES = {
         "bias": meta(4, 1000, 1000), "mask": meta(1000, dtype=torch.bool),
     },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [40, 64, 80, 96, 112, 128, 160, 192, 256])
+def test_clusters(dim):
+    """Two blocks load for each other where a causal mask leaves few that read the same, and only there."""
+    for lengths, causal, size in (((4096, 8192), True, 1), ((8192, 8192), False, 1), ((8192, 8192), True, 2)):
+        p = problem(dim, lengths=lengths, causal=causal)
+        tile = choose(p, DEVICE).tile
+        assert Measure.of(p, tile).cluster == size
+        assert len(list(SPEC.notes(p))) == size - 1
+    check(p, tile)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -57,20 +57,20 @@ struct Consumer : Worker {
   DEVICE void end_q() { release(rings.q.empty()), rings.q.next(); }
 
   DEVICE void multiply_qk() {  // s = Q K^T
-    const u32 keys = along_k(base + AT_K) + rings.k.stage() * (KTile::bytes >> 4);
+    const u32 keys = along_k(local(base) + AT_K) + rings.k.stage() * (KTile::bytes >> 4);
     UNROLL for (int k = 0; k < STEPS; k++) {
       const u64 b = sixteen<KTile>(keys, k);
 #if Q_REGISTERS
       k ? Wgmma<BLOCK_N>::rs<false, false>(s, q + 4 * k, b) : Wgmma<BLOCK_N>::rs<true, false>(s, q, b);
 #else
-      const u64 a = sixteen<QTile>(along_k(q_tile()), k);
+      const u64 a = sixteen<QTile>(along_k(local(q_tile())), k);
       k ? Wgmma<BLOCK_N>::ss<false>(s, a, b) : Wgmma<BLOCK_N>::ss<true>(s, a, b);
 #endif
     }
     wgmma_commit();
   }
   DEVICE void multiply_pv() {  // o += P V
-    const u32 values = across_k<VTile>(base + AT_V) + rings.v.stage() * (VTile::bytes >> 4);
+    const u32 values = across_k<VTile>(local(base) + AT_V) + rings.v.stage() * (VTile::bytes >> 4);
     UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
       Wgmma<DIM_V>::rs<false, true>(o, p + 4 * k, descriptor<VTile>(values + (k * 16 * VTile::row_bytes >> 4)));
     wgmma_commit();
@@ -183,7 +183,11 @@ struct Consumer : Worker {
     __syncwarp();
   }
   DEVICE void done_values() {
-    STAGED ? release_staged(rings.v.empty()) : release(rings.v.empty());
+    if (STAGED && CLUSTER > 1) {
+      if (lane == 0) await_stores_read();
+      __syncwarp();
+    }
+    STAGED && CLUSTER == 1 ? release_staged(rings.v.empty()) : release_to_all(rings.v.empty());
     rings.v.next();
   }
 
@@ -275,6 +279,9 @@ struct Consumer : Worker {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
     hopper_forward(const __grid_constant__ TwoMaps q, const __grid_constant__ TwoMaps k,
                    const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out_map,
                    const __grid_constant__ Inputs inputs, void* out, float* lse, const float* sinks, int* work,
@@ -287,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section};
   const Aux x{AUX_VALUES};
   if (threadIdx.x == 0) Rings::init(base);
-  __syncthreads();
+  CLUSTER > 1 ? cluster_sync() : __syncthreads();
   const int warpgroup = __shfl_sync(ALL, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
     registers_fewer<PRODUCER_REGISTERS>();
@@ -304,4 +311,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Repair{inputs, t, n, x, scale, consumer.warp, consumer.lane, reinterpret_cast<float*>(own_rows)}.run(consumer.marks);
 #endif
   }
+  if (CLUSTER > 1) cluster_sync();  // the other block may still arrive at barriers here
 }

@@ -19,13 +19,14 @@ from sartor.device import Device
 from sartor.kernels.cuda import expressions, wgmma
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
-from sartor.problem import Problem, name_of
+from sartor.problem import Problem, mask_class, name_of
 
 FOLDER = Path(__file__).parent
 SHELVES = ("expressions", "near", "softmax", "split", "wgmma")
 SIGNATURE = "TTMMMPPPPqqqiiiiiiiff"  # of the kernel, before the aux values
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
+MANY = 4096  # more queries and keys than these make two blocks one cluster
 MARKS = 4  # where they begin in the workspace, after the scheduler's counters
 
 
@@ -61,6 +62,11 @@ class HopperForward:
         """Dynamic shared memory a block takes."""
         assert plan.tile is not None
         return Measure.of(plan.problem, plan.tile).shared_bytes
+
+    def notes(self, p: Problem) -> Iterable[str]:
+        """What the tile does not tell."""
+        if paired(p):
+            yield "two blocks, of neighbouring query tiles, load keys and values for each other (a cluster)"
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
@@ -130,11 +136,17 @@ def stream_zeros(kept: dict[int, torch.Tensor], size: int, device: torch.device)
     return kept[stream]
 
 
+def paired(p: Problem) -> bool:
+    """Whether blocks of neighbouring query tiles load keys and values for each other: under a causal mask few read the
+    same at the same time, and what comes from L2 costs power."""
+    return mask_class(p) == "band" and min(p.seqlen_q, p.seqlen_kv) > MANY
+
+
 def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
     """(consumer warpgroups, keys a tile, stages), best guess first."""
     wide, odd = max(p.dim, p.dim_v), p.dim % 16 > 0 or p.dim_v % 16 > 0  # odd: rows that do not start on 32 bytes
     slices = -(-p.seqlen_q // 64) * p.group
-    groups: tuple[int, ...] = (2, 3, 1) if wide <= 128 else (2, 1)
+    groups: tuple[int, ...] = (2, 3, 1) if wide <= 160 else (2, 1)
     if slices == 1 or wide <= (120 if odd else 80):
         groups = (1, 2, 3) if slices == 1 else (3, 2, 1)
     narrow = wide > 176 or (odd and wide > 80)
@@ -258,6 +270,11 @@ class Measure:
         return 0 if program.keep is None else 1 if expressions.is_interval(program) else 2
 
     @property
+    def cluster(self) -> int:
+        """Blocks that load keys and values for each other."""
+        return 2 if paired(self.p) else 1
+
+    @property
     def jobs(self) -> int:
         """Notes on query tiles: one, to claim the next late; two where tiles are short or a note is read to the end."""
         return 1 if self.mask == 1 and self.p.dim_v > 128 else 2
@@ -275,7 +292,8 @@ class Measure:
         pairs = self.stages_k + self.stages_v + self.jobs + q_buffers * self.groups
         near = sum(self.block_n * expressions.size(self.p.program.aux[i]) + 16 for i in self.near)
         job = 16 + (544 if self.mask == 2 else 32) * self.groups
-        return tiles + 16 * pairs + self.jobs * job + 64 * self.groups * near
+        claim = 32 if self.cluster > 1 else 0
+        return tiles + 16 * pairs + self.jobs * job + claim + 64 * self.groups * near
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
@@ -291,7 +309,7 @@ class Measure:
             "BALANCED": int(mask > 0), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
             "TURNS": int(self.groups > 1 and not (self.q_registers and self.dim >= 128)),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32),
-            "AHEAD": int(self.ahead), "STAGED": int(self.staged),
+            "CLUSTER": self.cluster, "AHEAD": int(self.ahead), "STAGED": int(self.staged),
         }  # fmt: skip
 
 
@@ -318,7 +336,7 @@ class Ready:
         tensors = (allocate_out(p, x.q, x.layout), _padded(x.q), _padded(x.k), _padded(x.v))
         out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
         slices = -(-p.seqlen_q // m.rows) * -(-p.group // (64 // m.rows))
-        tiles_head = -(-slices // m.groups)
+        tiles_head = -(-slices // (m.groups * m.cluster))  # of a cluster
         tiles = tiles_head * p.heads_kv * p.batch
         plain = p.program.score is None and p.softmax_scale > 0
         factor = p.softmax_scale * launch.LOG2_E if plain else launch.LOG2_E
@@ -326,11 +344,12 @@ class Ready:
         letters, sms = expressions.signature(p.program), plan.device.sm_count or 1
         kernel = nvrtc.Kernel(binary, "hopper_forward", SIGNATURE + letters, 128 * (m.groups + 1), m.shared_bytes)
         width, last, width_v = m.widths
-        slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
+        slice_, tile = (m.rows, 64 // m.rows), (m.block_n // m.cluster, 1)
         reads = any(isinstance(value, torch.Tensor) for value in x.aux)
         numbers = (*shape, tiles_head, tiles, section(p), factor, p.softmax_scale)
         return cls(
-            p, kernel, min(tiles, sms), numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,
+            p, kernel, m.cluster * min(tiles, sms // m.cluster),
+            numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,
             () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks,
             (maps(q, slice_, width, last), maps(k, tile, width, last), maps(v, tile, width_v)),
             maps(out, (16, 1), width_v) if m.staged else None,

@@ -139,6 +139,11 @@ class Measure(hopper_forward.Measure):
         return 1
 
     @property
+    def cluster(self) -> int:
+        """One block: keys and values are split by all."""
+        return 1
+
+    @property
     def jobs(self) -> int:
         """Notes on query tiles: one, unless it is read on; the steps over keys are long."""
         return 1 if self.mask == 1 else 2

@@ -48,7 +48,7 @@ def verify(root: Path, out: Path, device: torch.device, tell: Callable[[str], No
 
 JUDGED = {  # by test module
     "test_gpu_rungs": "rung", "test_gpu_fp32": "fp32", "test_gpu_hopper_fp32": "fp32",
-    "test_gpu_hopper_backward": "hopper_backward",
+    "test_gpu_hopper_backward": "hopper_backward", "test_gpu_hopper_forward": "hopper_forward",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@
 // (consumer warpgroups), BLOCK_N (keys a tile), STAGES_K, STAGES_V, Q_BUFFERS, JOBS (notes on query tiles: one, or one
 // ahead), ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval has a lower end), SCORE,
 // PRESCALE, SINKS, BALANCED, RAGGED (the last key tile is not full), TURNS (warpgroups take turns at the tensor cores),
-// WIDE (float32 output), BF16.
+// WIDE (float32 output), BF16, CLUSTER (blocks that work on neighbouring query tiles and share what is loaded: 1 or 2).
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/near.cuh"
@@ -29,11 +29,15 @@ struct Tensors {
   const TensorMap* out_map;  // of a warp's 16 rows, where the copy engine stores them
 };
 
-// ---- shared memory: tiles first, then pairs of barriers (full, empty), then jobs
+// ---- shared memory: tiles first, then pairs of barriers (full, empty), then jobs; then a cluster's next tile, with a pair
 constexpr int AT_K = Q_BUFFERS * GROUPS * QTile::bytes, AT_V = AT_K + STAGES_K * KTile::bytes;
 constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
 constexpr int AT_JOBS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + JOBS + Q_BUFFERS * GROUPS);
-constexpr int AT_NEAR = AT_JOBS + JOBS * Job::bytes;  // NEAR_BYTES a consumer warp
+constexpr int AT_CLAIM = AT_JOBS + JOBS * Job::bytes;
+constexpr int AT_NEAR = AT_CLAIM + (CLUSTER > 1 ? 32 : 0);  // NEAR_BYTES a consumer warp
+
+// An address without whose it is: what a wgmma descriptor has room for
+DEVICE u32 local(u32 address) { return CLUSTER > 1 ? address & 0xffffff : address; }
 
 struct Rings {
   Ring<STAGES_K> k;
@@ -46,8 +50,10 @@ struct Rings {
 
   static DEVICE void init(u32 base) {  // by one thread
     Rings rings(base, 0);
-    rings.k.init(4 * GROUPS), rings.v.init(4 * GROUPS), rings.jobs.init(4 * TELLERS * GROUPS + 1, TELLERS);
+    rings.k.init(4 * GROUPS * CLUSTER), rings.v.init(4 * GROUPS * CLUSTER);
+    rings.jobs.init(4 * TELLERS * GROUPS + 1, TELLERS);
     for (int g = 0; g < GROUPS; g++) Rings(base, g).q.init(4);
+    if (CLUSTER > 1) Ring<1>(base + AT_CLAIM + 16).init(1);
     barrier_publish();
   }
 };
@@ -58,15 +64,17 @@ DEVICE void describe(const Place& at, u32 slot, const Shape& n, const Aux& x) {
   const bool lead = (threadIdx.x & 31) == 0;
   int lo = MASK ? n.seqlen_kv : 0, hi = MASK ? 0 : n.seqlen_kv;
 #pragma unroll 1
-  for (int g = 0; g < GROUPS; g++) {
+  for (int i = 0; i < CLUSTER * GROUPS; i++) {  // slices of the whole cluster, all of which read the same keys
+    const int g = CLUSTER > 1 ? i - int(cluster_rank()) * GROUPS : i;
+    const bool own = CLUSTER == 1 || (g >= 0 && g < GROUPS);
     int full_lo = 0, full_hi = n.seqlen_kv, own_hi = MASK ? 0 : n.seqlen_kv;
-    const Part part = Part::number(at.tile * GROUPS + g, n);
+    const Part part = Part::number(at.tile * (CLUSTER * GROUPS) + i, n);
 #if MASK
-    UNROLL for (int i = 0; i < 2; i++) {  // rows past the end count as the last: what all read is loaded at once
-      const int row = (threadIdx.x & 31) + 32 * i;
+    UNROLL for (int r = 0; r < 2; r++) {  // rows past the end count as the last: what all read is loaded at once
+      const int row = (threadIdx.x & 31) + 32 * r;
       const int head = imin(part.head(row), n.group - 1), query = imin(part.query(row), n.seqlen_q - 1);
       const Span s = rows(at.batch, at.head * n.group + head, query, x, n);
-      if (MASK == 2) {
+      if (MASK == 2 && own) {
         const bool whole = s.lo == s.full_lo && s.hi == s.full_hi;  // whether the row attends to all of it
         shared_store(slot + Job::interval(g, row), whole ? imax(s.lo, 0) : -1);
         shared_store(slot + Job::interval(g, row) + 4, imin(s.hi, n.seqlen_kv));
@@ -77,7 +85,7 @@ DEVICE void describe(const Place& at, u32 slot, const Shape& n, const Aux& x) {
     full_lo = warp_max(full_lo), full_hi = warp_min(full_hi), own_hi = warp_max(own_hi);
     hi = imax(hi, own_hi);
 #endif
-    if (lead) {
+    if (lead && own) {
       shared_store(slot + Job::first_query(g), part.first_query), shared_store(slot + Job::first_head(g), part.first_head);
       shared_store(slot + Job::full_begin(g), ceil_div(full_lo, BLOCK_N));
       shared_store(slot + Job::full_end(g), imax(full_hi, 0) / BLOCK_N);
@@ -93,17 +101,38 @@ DEVICE void describe(const Place& at, u32 slot, const Shape& n, const Aux& x) {
   }
 }
 
+DEVICE int clusters() { return opaque(gridDim.x) / CLUSTER; }  // not kept: the scheduler has 32 registers
+
+// The next tile, for lane 0 at least: from one counter, longest first. The first block of a cluster asks for both.
+DEVICE int claim(u32 base, int* work, int parity) {
+  const bool lead = (threadIdx.x & 31) == 0;
+  const u32 slot = opaque(base) + AT_CLAIM, full = slot + 16, empty = slot + 24;
+  int next = 0;
+  if (CLUSTER == 1 || cluster_rank() == 0) {
+    if (lead) next = atomicAdd(work, 1) + clusters();
+    if (CLUSTER > 1) barrier_wait(empty, parity ^ 1);
+    if (CLUSTER > 1 && lead) send(at_rank(slot, 1), next, at_rank(full, 1));
+  } else {
+    if (lead) barrier_expect(full, 4);
+    barrier_wait(full, parity);
+    next = shared_load(slot);
+    __syncwarp();
+    if (lead) barrier_arrive_there(at_rank(empty, 0));
+  }
+  return next;
+}
+
 struct Silent { DEVICE void operator()(const Place&) const {} };
 template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x, Tell tell = {}) {
   Ring<JOBS> jobs = Rings(base, 0).jobs;
   const int lane = threadIdx.x & 31;
   const bool lead = lane == 0;
-  int number = blockIdx.x;
+  int number = blockIdx.x / CLUSTER;
 #pragma unroll 1
   for (bool first = true;; first = false) {
     jobs.await_empty();
-    int next = first ? number : number + gridDim.x;
-    if (BALANCED && !first && lead) next = atomicAdd(t.work, 1) + gridDim.x;
+    int next = first ? number : number + clusters();
+    if (BALANCED && !first) next = claim(base, t.work, ~jobs.turn & 1);
     number = __shfl_sync(ALL, next, 0);
     if (number >= n.tiles) break;
     const Place at = locate<BALANCED>(number, n);
@@ -122,11 +151,18 @@ template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, 
 // ---- the loader: one thread that orders tiles into shared memory as room comes free. QUERIES: whether they too are its;
 // LATE: values come after the next tile's keys, which are needed first and may have room sooner; `await` returns when the
 // keys and values of a tile are there, for a stage.
+template <class Tile> DEVICE void bring(u32 to, const TensorMap* map, u32 bar, int j, int head, int batch) {
+#if CLUSTER > 1
+  Tile::load_half(to, map, bar, OFTEN, j * BLOCK_N, head, batch, cluster_rank());
+#else
+  Tile::load(to, map, bar, OFTEN, j * BLOCK_N, head, batch);
+#endif
+}
 template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const Tensors& t, const Shape& n, Await await) {
   Rings rings(base, 0);
   auto load_values = [&](int j, int head, int batch) {
     rings.v.await_empty();
-    VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, t.v, rings.v.full(), OFTEN, j * BLOCK_N, head, batch);
+    bring<VTile>(base + AT_V + rings.v.stage() * VTile::bytes, t.v, rings.v.full(), j, head, batch);
     rings.v.next();
   };
 #pragma unroll 1
@@ -140,7 +176,7 @@ template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const
     for (int j = last, g = QUERIES ? 0 : GROUPS; j >= begin; j--) {
       rings.k.await_empty();
       await(rings.k.stage(), j, head, batch);
-      KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, t.k, rings.k.full(), OFTEN, j * BLOCK_N, head, batch);
+      bring<KTile>(base + AT_K + rings.k.stage() * KTile::bytes, t.k, rings.k.full(), j, head, batch);
       rings.k.next();
 #pragma unroll 1
       for (; g < GROUPS; g++) {  // queries come after the first keys, whose place is free sooner
@@ -176,8 +212,12 @@ struct Worker {
   DEVICE void release(u32 bar) const {
     if (lane == 0) barrier_arrive(bar);
   }
-  DEVICE void done_k() { release(rings.k.empty()), rings.k.next(); }
-  DEVICE void done_v() { release(rings.v.empty()), rings.v.next(); }
+  DEVICE void release_to_all(u32 bar) const {  // what the whole cluster has to be done with
+    if (CLUSTER == 1) release(bar);
+    else if (lane < CLUSTER) barrier_arrive_there(at_rank(bar, lane));
+  }
+  DEVICE void done_k() { release_to_all(rings.k.empty()), rings.k.next(); }
+  DEVICE void done_v() { release_to_all(rings.v.empty()), rings.v.next(); }
 
   DEVICE u32 job() const { return base + AT_JOBS + rings.jobs.stage() * Job::bytes; }
   DEVICE void done_job() {

@@ -1,0 +1,63 @@
+"""The Hopper forward of 16-bit floats where two blocks are a cluster: nothing may change but who loads what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sartor import kernels, nvrtc, testing
+from sartor.device import Device
+from sartor.kernels import hopper_forward
+from sartor.kernels.spec import Operands, Plan
+from sartor.plan import choose
+from sartor.problem import Call, Problem, aux_values
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not nvrtc.missing()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC")]
+LENGTHS = [(65, 65), (300, 700), (700, 300), (1000, 1000), (4200, 4100)]
+
+
+def results(call):
+    """out and lse, by a plan of its own: what a plan keeps is of one kind of launch."""
+    p, device = Problem.of(call), Device.of(torch.device("cuda"))
+    plan = Plan(kernels.load("hopper_forward"), p, device, choose(p, device).tile, "test")
+    operands = Operands(call.q, call.k, call.v, call.sinks, aux_values(call), lse=True)
+    return [plan.kernel.run(plan, operands) for _ in range(3)]
+
+
+def check(monkeypatch, q, k, v, **options):
+    """The same bits as blocks alone make, every time; and those by budget."""
+    options = {"causal": True, **options}
+    call = Call(q, k, v, **options)
+    monkeypatch.setattr(hopper_forward, "MANY", 0)
+    assert hopper_forward.paired(Problem.of(call))
+    together = results(call)
+    monkeypatch.setattr(hopper_forward, "MANY", 1 << 40)
+    alone = results(call)
+    for out, lse in together:
+        torch.testing.assert_close(out, alone[0][0], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(lse, alone[0][1], rtol=0, atol=0, equal_nan=True)
+    return together[0]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_clusters(dim, lengths, monkeypatch):
+    q, k, v = testing.make_inputs(2, 6, 2, *lengths, dim, None, torch.bfloat16, "cuda", "bshd", 0)
+    out, lse = check(monkeypatch, q, k, v)
+    testing.check_all({"out": out, "lse": lse}, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("dims", [(40, 40), (80, 80), (96, 96), (112, 64), (192, 128), (224, 224)], ids=str)
+def test_dims_of_clusters(dims, monkeypatch):
+    inputs = testing.make_inputs(1, 5, 5, 900, 900, *dims, torch.float16, "cuda", "bshd", 0)
+    check(monkeypatch, *inputs, causal="top_left", sinks=torch.randn(5, device="cuda"))
+
+
+def test_clusters_of_few_queries(monkeypatch):
+    """Heads that share keys share a slice, more tiles than blocks, and a value that is not a number."""
+    q, k, v = testing.make_inputs(50, 16, 2, 40, 800, 128, None, torch.bfloat16, "cuda", "bshd", 0)
+    v[:, 790] = torch.nan
+    out, _ = check(monkeypatch, q, k, v)
+    assert not out[:, :30].isnan().any()
+    assert out[:, 30:].isnan().all()
