@@ -81,26 +81,21 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
       if (DX) Held::load(to + Held::bytes, t.held_y, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
     }
   }
-#pragma unroll 1
-  for (int g = 0; g < task.turns(); g++) {
-    const Task::Range range = task.range(task.first, 64 * GROUPS, g);
+  task.walk([&, rings](int g, int j) mutable {
     const int head = task.other(g);
-#pragma unroll 1
-    for (int j = range.begin; j < range.end; j++) {
-      rings.tiles.await_empty();
-      const u32 to = base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES;
-      if (lead) {
-        Tile::load(to, t.x, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
-        if (!APART) Tile::load(to + Tile::bytes, t.y, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
-      }
-      rings.tiles.next();
-#if APART
-      rings.y.await_empty();
-      if (lead) Tile::load(base + AT_Y, t.y, rings.y.full(), OFTEN, BLOCK * j, head, task.batch);
-      rings.y.next();
-#endif
+    rings.tiles.await_empty();
+    const u32 to = base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES;
+    if (lead) {
+      Tile::load(to, t.x, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
+      if (!APART) Tile::load(to + Tile::bytes, t.y, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
     }
-  }
+    rings.tiles.next();
+#if APART
+    rings.y.await_empty();
+    if (lead) Tile::load(base + AT_Y, t.y, rings.y.full(), OFTEN, BLOCK * j, head, task.batch);
+    rings.y.next();
+#endif
+  });
 }
 
 // A warp brings a number for each query of a tile, `past` for those past the end: lse = +inf makes their weights 0
@@ -108,26 +103,21 @@ DEVICE void bring_rows(u32 base, const Task& task, const float* from, float past
   constexpr int EACH = ceil_div(BLOCK, 32);
   const int lane = threadIdx.x & 31;
   Rings rings(base);
-#pragma unroll 1
-  for (int g = 0; g < task.turns(); g++) {
-    const Task::Range range = task.range(task.first, 64 * GROUPS, g);
+  task.walk([&, rings](int g, int j) mutable {
     const float* of_head = from + task.row(g);
-#pragma unroll 1
-    for (int j = range.begin; j < range.end; j++) {
-      float x[EACH];
-      UNROLL for (int i = 0; i < EACH; i++) {
-        const int at = BLOCK * j + lane + 32 * i;
-        x[i] = at < task.stepped() ? of_head[at] : past;
-      }
-      rings.tiles.await_empty();
-      const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + place + 4 * lane;
-      UNROLL for (int i = 0; i < EACH; i++)
-        if (lane + 32 * i < BLOCK) shared_store(to + 128 * i, __float_as_int(x[i]));
-      __syncwarp();
-      if (lane == 0) barrier_arrive(rings.tiles.full());
-      rings.tiles.next();
+    float x[EACH];
+    UNROLL for (int i = 0; i < EACH; i++) {
+      const int at = BLOCK * j + lane + 32 * i;
+      x[i] = at < task.stepped() ? of_head[at] : past;
     }
-  }
+    rings.tiles.await_empty();
+    const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + place + 4 * lane;
+    UNROLL for (int i = 0; i < EACH; i++)
+      if (lane + 32 * i < BLOCK) shared_store(to + 128 * i, __float_as_int(x[i]));
+    __syncwarp();
+    if (lane == 0) barrier_arrive(rings.tiles.full());
+    rings.tiles.next();
+  });
 }
 
 // A gradient's rows `row` and 8 on, this thread's, before `end`; whether something is not finite as it is stored

@@ -72,21 +72,16 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
       YTile::load(base + AT_HELD_Y + g * YTile::bytes, t.held_y, rings.held, ONCE, row, task.head, task.batch);
     }
   }
-#pragma unroll 1
-  for (int g = 0; g < task.turns(); g++) {
-    const Task::Range range = task.range(task.first, 64 * GROUPS, g);
+  task.walk([&, rings](int g, int j) mutable {
     const int head = task.other(g);
-#pragma unroll 1
-    for (int j = range.begin; j < range.end; j++) {
-      rings.x.await_empty();
-      const u32 x = base + AT_X + rings.x.stage() * XTile::bytes, y = base + AT_Y + rings.y.stage() * YTile::bytes;
-      if (lead) XTile::load(x, t.x, rings.x.full(), OFTEN, 64 * j, head, task.batch);
-      rings.x.next();
-      rings.y.await_empty();
-      if (lead) YTile::load(y, t.y, rings.y.full(), OFTEN, 64 * j, head, task.batch);
-      rings.y.next();
-    }
-  }
+    rings.x.await_empty();
+    const u32 x = base + AT_X + rings.x.stage() * XTile::bytes, y = base + AT_Y + rings.y.stage() * YTile::bytes;
+    if (lead) XTile::load(x, t.x, rings.x.full(), OFTEN, 64 * j, head, task.batch);
+    rings.x.next();
+    rings.y.await_empty();
+    if (lead) YTile::load(y, t.y, rings.y.full(), OFTEN, 64 * j, head, task.batch);
+    rings.y.next();
+  });
 }
 
 // NaN where pairs do not resolve a row's scores (products.unresolved), whose largest is about lse: `least` is what they do
@@ -100,36 +95,31 @@ DEVICE void bring_rows(u32 base, const Task& task, float noise) {
   const int lane = threadIdx.x & 31;
   const float held = KEYS ? unit_held(task, t.unit_hx) * noise : 0.f;
   Rings rings(base);
-#pragma unroll 1
-  for (int g = 0; g < task.turns(); g++) {
-    const Task::Range range = task.range(task.first, 64 * GROUPS, g);
+  task.walk([&, rings](int g, int j) mutable {
     const float *unit_x = units_stepped(task, t.unit_x, g), *unit_y = units_stepped(task, t.unit_y, g);
     const i64 row = task.row(g);
-#pragma unroll 1
-    for (int j = range.begin; j < range.end; j++) {
-      const float x = unit_x[j / (SEGMENT / 64)], y = unit_y[j / (SEGMENT / 64)];
-      float lse[2] = {INF, INF}, delta[2] = {0.f, 0.f}, gain[2] = {1.f, 1.f};
-      if (KEYS) {
-        UNROLL for (int i = 0; i < 2; i++) {
-          const i64 at = row + 64 * j + lane + 32 * i;
-          if (at - row < task.stepped()) lse[i] = t.lse[at], delta[i] = t.delta[at], gain[i] = t.gain[at];
-        }
+    const float x = unit_x[j / (SEGMENT / 64)], y = unit_y[j / (SEGMENT / 64)];
+    float lse[2] = {INF, INF}, delta[2] = {0.f, 0.f}, gain[2] = {1.f, 1.f};
+    if (KEYS) {
+      UNROLL for (int i = 0; i < 2; i++) {
+        const i64 at = row + 64 * j + lane + 32 * i;
+        if (at - row < task.stepped()) lse[i] = t.lse[at], delta[i] = t.delta[at], gain[i] = t.gain[at];
       }
-      rings.x.await_empty();
-      const u32 to = base + AT_ROWS + rings.x.stage() * ROWS_BYTES;
-      if (KEYS) {
-        UNROLL for (int i = 0; i < 2; i++) {
-          const u32 at = to + 4 * (lane + 32 * i);
-          shared_store(at, __float_as_int(resolved(lse[i], held * x)));
-          shared_store(at + DELTA, __float_as_int(delta[i])), shared_store(at + GAIN, __float_as_int(gain[i]));
-        }
-      }
-      if (lane == 0) shared_store(to + UNITS, __float_as_int(x)), shared_store(to + UNITS + 4, __float_as_int(y));
-      __syncwarp();
-      if (lane == 0) barrier_arrive(rings.x.full());
-      rings.x.next();
     }
-  }
+    rings.x.await_empty();
+    const u32 to = base + AT_ROWS + rings.x.stage() * ROWS_BYTES;
+    if (KEYS) {
+      UNROLL for (int i = 0; i < 2; i++) {
+        const u32 at = to + 4 * (lane + 32 * i);
+        shared_store(at, __float_as_int(resolved(lse[i], held * x)));
+        shared_store(at + DELTA, __float_as_int(delta[i])), shared_store(at + GAIN, __float_as_int(gain[i]));
+      }
+    }
+    if (lane == 0) shared_store(to + UNITS, __float_as_int(x)), shared_store(to + UNITS + 4, __float_as_int(y));
+    __syncwarp();
+    if (lane == 0) barrier_arrive(rings.x.full());
+    rings.x.next();
+  });
 }
 
 struct Consumer : Worker {

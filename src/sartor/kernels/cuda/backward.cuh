@@ -57,6 +57,17 @@ struct Task {
     }
     return {lo / BLOCK, ceil_div(hi, BLOCK), ceil_div(full_lo, BLOCK), full_hi / BLOCK};
   }
+
+  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th turn. It is to hold rings by value: by reference
+  // they cost registers
+  template <class Visit> DEVICE void walk(Visit visit) const {
+#pragma unroll 1
+    for (int g = 0; g < turns(); g++) {
+      const Range tiles = range(first, 64 * GROUPS, g);
+#pragma unroll 1
+      for (int j = tiles.begin; j < tiles.end; j++) visit(g, j);
+    }
+  }
 };
 
 // A consumer warpgroup: where it is, and what it does with rows
