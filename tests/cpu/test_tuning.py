@@ -69,6 +69,17 @@ def test_head_dims_between_sixteens_may_have_rows(monkeypatch):
         assert table.lookup(kernels.load("triton_forward"), p, DEVICE)[1] == source
 
 
+@pytest.mark.parametrize(("lengths", "group", "rows"), [
+    ((8192, 8192), 1, 192), ((192, 8192), 1, 192), ((128, 8192), 1, 128), ((1, 8192), 4, 128), ((40, 8192), 4, 192),
+    ((8192, 512), 1, 128),
+])  # fmt: skip
+def test_few_queries_leave_no_part_of_a_block_idle(lengths, group, rows):
+    shapes = [(1, n, heads, 128) for n, heads in zip(lengths, (8, 8 // group), strict=True)]
+    q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    tile, _ = table.lookup(kernels.load("hopper_forward"), Problem.of(Call(q, k, k)), DEVICE)
+    assert tile.block_m == rows
+
+
 def test_rows_come_with_fewest_keys_first():
     for tiles in table.rows(90).values():
         limits = [row.keys for row in tiles]

@@ -4,8 +4,9 @@ A row holds `kernel`, `bits` (of the dtype), `dim` and `dim_v` (rounded up to 8,
 `mask` (see `problem.mask_class`), `tile` ([block_m, block_n, warps, stages], and again for a pass with two kernels),
 `tflops` (useful ones a second, of a forward) and `record` (the run it comes from).
 A row with `keys` is for problems of at most so many keys, where filling the pipeline costs more than a small tile does;
-of several the one with the fewest keys is taken. Legality is the kernel's business:
-a row whose tile is not among the kernel's legal ones is an error that a test finds.
+of several the one with the fewest keys is taken, or, where the queries leave a part of its tile idle, the one with the
+smallest tile. Legality is the kernel's business: a row whose tile is not among the kernel's legal ones is an error that
+a test finds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 from sartor.device import Device
 from sartor.kernels.spec import KernelSpec, Tile
 from sartor.problem import Problem, mask_class
+
+SLICE = 64  # queries that a part of a block works on by itself, at most
 
 
 class Row(NamedTuple):
@@ -61,10 +64,14 @@ def find(spec: KernelSpec, p: Problem, dev: Device) -> Row | None:
     legal, mask = list(spec.tiles(p, dev)), mask_class(p)
     masks = dict.fromkeys((mask, "full" if mask == "band" else "band"))
     dims = dict.fromkeys((bucket(p.dim, step), bucket(p.dim_v, step)) for step in (8, 16))
+    fits = getattr(spec, "fits", _never)
     for widths, kind in product(dims, masks):
-        for row in rows(dev.arch).get((spec.name, p.dtype.itemsize * 8, *widths, kind), []):
-            if p.seqlen_kv <= row.keys and (row.tile in legal or getattr(spec, "fits", _never)(p, dev, row.tile)):
-                return row
+        some = rows(dev.arch).get((spec.name, p.dtype.itemsize * 8, *widths, kind), [])
+        some = [row for row in some if row.tile in legal or fits(p, dev, row.tile)]
+        best = next((row for row in some if p.seqlen_kv <= row.keys), None)
+        if best:
+            idle = best.tile.block_m - p.seqlen_q * p.group >= SLICE  # nothing to do for a part of the block
+            return min(some, key=lambda row: row.tile.block_m) if idle else best
     return None
 
 
