@@ -19,7 +19,7 @@ SHORT, MIDDLE, LONG = Tile(64, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, 128, 8, 
 
 
 def problem(keys, dim=128):
-    q, k = (torch.empty((1, n, 2, dim), dtype=torch.bfloat16, device="meta") for n in (4096, keys))
+    q, k = (torch.empty((16, n, 16, dim), dtype=torch.bfloat16, device="meta") for n in (4096, keys))
     return Problem.of(Call(q, k, k))
 
 
@@ -69,12 +69,13 @@ def test_head_dims_between_sixteens_may_have_rows(monkeypatch):
         assert table.lookup(kernels.load("triton_forward"), p, DEVICE)[1] == source
 
 
-@pytest.mark.parametrize(("lengths", "group", "rows"), [
-    ((8192, 8192), 1, 192), ((192, 8192), 1, 192), ((128, 8192), 1, 128), ((1, 8192), 4, 128), ((40, 8192), 4, 192),
-    ((8192, 512), 1, 128),
+@pytest.mark.parametrize(("batch", "lengths", "group", "rows"), [
+    (1, (8192, 8192), 1, 192), (1, (2048, 2048), 1, 128), (8, (2048, 2048), 1, 192), (1, (1, 8192), 4, 128),
+    (64, (1, 8192), 4, 128), (64, (40, 8192), 4, 192), (1, (8192, 512), 1, 128),
 ])  # fmt: skip
-def test_few_queries_leave_no_part_of_a_block_idle(lengths, group, rows):
-    shapes = [(1, n, heads, 128) for n, heads in zip(lengths, (8, 8 // group), strict=True)]
+def test_few_tiles_are_small(batch, lengths, group, rows):
+    """No SM is left idle for 192 rows a tile that 128 would keep busy, and no part of a block."""
+    shapes = [(batch, n, heads, 128) for n, heads in zip(lengths, (16, 16 // group), strict=True)]
     q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     tile, _ = table.lookup(kernels.load("hopper_forward"), Problem.of(Call(q, k, k)), DEVICE)
     assert tile.block_m == rows

@@ -4,9 +4,9 @@ A row holds `kernel`, `bits` (of the dtype), `dim` and `dim_v` (rounded up to 8,
 `mask` (see `problem.mask_class`), `tile` ([block_m, block_n, warps, stages], and again for a pass with two kernels),
 `tflops` (useful ones a second, of a forward) and `record` (the run it comes from).
 A row with `keys` is for problems of at most so many keys, where filling the pipeline costs more than a small tile does;
-of several the one with the fewest keys is taken, or, where the queries leave a part of its tile idle, the one with the
-smallest tile. Legality is the kernel's business: a row whose tile is not among the kernel's legal ones is an error that
-a test finds.
+of several the one with the fewest keys is taken, unless another's tile leaves the busiest SM far fewer queries: so few
+tiles leave no SMs idle, and few queries no part of a block. Legality is the kernel's business: a row whose tile is not
+among the kernel's legal ones is an error that a test finds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sartor.device import Device
 from sartor.kernels.spec import KernelSpec, Tile
 from sartor.problem import Problem, mask_class
 
-SLICE = 64  # queries that a part of a block works on by itself, at most
+FEWER = 0.8  # of the queries that the usual row gives the busiest SM are worth another row
 
 
 class Row(NamedTuple):
@@ -70,9 +70,15 @@ def find(spec: KernelSpec, p: Problem, dev: Device) -> Row | None:
         some = [row for row in some if row.tile in legal or fits(p, dev, row.tile)]
         best = next((row for row in some if p.seqlen_kv <= row.keys), None)
         if best:
-            idle = best.tile.block_m - p.seqlen_q * p.group >= SLICE  # nothing to do for a part of the block
-            return min(some, key=lambda row: row.tile.block_m) if idle else best
+            least = min(reversed(some), key=lambda row: _longest(p, dev, row.tile))
+            return least if _longest(p, dev, least.tile) < FEWER * _longest(p, dev, best.tile) else best
     return None
+
+
+def _longest(p: Problem, dev: Device, tile: Tile) -> int:
+    """Queries that the busiest SM works on, a block at a time; those of a group count as one head's."""
+    blocks = math.ceil(p.seqlen_q * p.group / tile.block_m) * p.batch * p.heads_kv
+    return math.ceil(blocks / (dev.sm_count or 1)) * tile.block_m
 
 
 def lookup(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile | None, str]:
