@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from sartor.device import ARCHITECTURES
 from sartor.lab import plots, providers, records, report, roofline, tables, timing
 from sartor.lab.accuracy import Judge
-from sartor.lab.bench import Session
+from sartor.lab.bench import Session, plan_of
 from sartor.lab.memory import peak_mib
 from sartor.lab.records import CEILINGS, Record, Run, Store
 from sartor.lab.suites import Suite
@@ -217,6 +218,19 @@ def test_figures_without_evidence_say_so(tmp_path: Path) -> None:
     assert "unverified" not in report.render("h200/head-dims/fwd", tmp_path)
     (folder / "evidence.json").write_text(json.dumps(evidence | {"kernels": {}}))
     assert "unverified" in report.render("h200/head-dims/fwd", tmp_path)
+
+
+def test_figures_of_another_plan_say_so(tmp_path: Path) -> None:
+    """A tile that the record's problem is not given any more."""
+    folder, w = tmp_path / "h200", Workload(1, 2, 2, 256, 256, 64, 64)
+    folder.mkdir()
+    evidence = {"kernels": {"triton_forward": "abc"}, "device_name": ARCHITECTURES[90].name}
+    (folder / "evidence.json").write_text(json.dumps(evidence))
+    plan = plan_of("sartor:triton", w, Inputs.without_data(w), ARCHITECTURES[90])
+    for text, marked in ((str(plan), False), (str(plan).replace("[", "[1"), True)):
+        ours = replace(Record.of(Run.start("paper", CPU), "sartor:triton", w), ms=1.0, plan=text, kernel_hash="abc")
+        (folder / "paper.jsonl").write_text(ours.to_json() + "\n")
+        assert ("unverified" in report.render("h200/paper/fwd", tmp_path)) == marked
 
 
 def test_report_rewrites_between_markers_only(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def walk(batch: int, sizes: tuple[str, str, str], dtype: str, mask: str, kernel:
     """The explanation of one problem; tensors without data, so that any size and any architecture will do."""
     (hq, hkv), (sq, skv), (d, dv) = (pair(t, f) for t, f in zip(sizes, ("heads", "seqlen", "dim"), strict=True))
     w = Workload(batch, hq, hkv, sq, skv, d, dv, dtype, mask)
-    x = _meta(w)
+    x = Inputs.without_data(w)
     found = sartor.explain(x.q, x.k, x.v, kernel=kernel, device=_target(device), **providers.options(w, x))
     words = "" if found.plan is None else roofline.outlook(w, found.plan)
     return replace(found, notes=(*found.notes, f"the forward: {words}")) if words else found
@@ -98,21 +98,3 @@ def _target(name: str) -> Device:
     if name not in ("", "cpu"):
         raise ValueError(f"--device must be cpu, cuda where there is a GPU, or smNN, got {name!r}")
     return Device.of(torch.device("cpu"))
-
-
-def _meta(w: Workload) -> Inputs:
-    """Tensors of a workload's shapes without data."""
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=w.torch_dtype, device="meta")
-
-    q = empty(w.batch, w.heads_q, w.seqlen_q, w.dim)
-    k, v = (empty(w.batch, w.heads_kv, w.seqlen_kv, d) for d in (w.dim, w.dim_v))
-    x = Inputs(q, k, v, q)
-    if w.pattern.document:
-        x.ids = torch.empty((1, w.seqlen_kv), dtype=torch.int32, device="meta")
-    if w.pattern.bias:
-        x.bias = empty(1, w.heads_q, w.seqlen_q, w.seqlen_kv)
-    if w.pattern.tensor:
-        x.keep = torch.empty((1, 1, w.seqlen_q, w.seqlen_kv), dtype=torch.bool, device="meta")
-    return x

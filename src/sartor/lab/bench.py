@@ -14,6 +14,7 @@ import torch
 import sartor
 from sartor.device import Device
 from sartor.errors import Unsupported
+from sartor.kernels.spec import Plan
 from sartor.lab import accuracy, ladder, providers, roofline
 from sartor.lab.memory import peak_mib
 from sartor.lab.records import Record, Run, sm_clock_mhz
@@ -115,14 +116,19 @@ def describe(record: Record, w: Workload, x: Inputs) -> None:
         record.plan, record.kernel_hash = rung.plan(w, Device.of(x.q.device)), rung.source_hash()
     if record.base_provider != "sartor":
         return
-    kernel = record.provider.removeprefix("sartor:") if ":" in record.provider else "auto"
-    walk = sartor.explain(x.q, x.k, x.v, kernel=kernel, **providers.options(w, x))
-    plan = walk.backward if w.mode == "bwd" else walk.plan
+    plan = plan_of(record.provider, w, x)
     if plan is None:
         return
     record.plan = str(plan)
     record.kernel_hash = sartor.kernels.source_hash(plan.kernel.name)
     record.smem_bytes, record.smem_padded_bytes = plan.shared_bytes, plan.padded().shared_bytes
+
+
+def plan_of(provider: str, w: Workload, x: Inputs, device: Device | None = None) -> Plan | None:
+    """What `sartor`, or `sartor:KERNEL`, runs a workload with: on the inputs' device, or another."""
+    kernel = provider.removeprefix("sartor:") if ":" in provider else "auto"
+    walk = sartor.explain(x.q, x.k, x.v, kernel=kernel, device=device, **providers.options(w, x))
+    return walk.backward if w.mode == "bwd" else walk.plan
 
 
 def _rates(record: Record, w: Workload, ceilings: roofline.Ceilings) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
+from sartor.device import ARCHITECTURES, Device
 from sartor.lab import climb, profile, suites, tables
 from sartor.lab import records as store
+from sartor.lab.bench import plan_of
 from sartor.lab.records import CEILINGS, Record
-from sartor.lab.workloads import MODES
+from sartor.lab.workloads import MODES, Inputs, Workload
 
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 GPU_KERNELS = ("triton", "hopper", "fp32")  # their evidence is made on a GPU; the others' by every test run
@@ -21,9 +23,10 @@ FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md")
 
 @dataclass(frozen=True)
 class Evidence:
-    """Which kernel sources passed the tests on a device."""
+    """Which kernel sources passed the tests on a device, if this package knows its architecture."""
 
     hashes: dict[str, str]
+    device: Device | None = None
 
     @classmethod
     def load(cls, folder: Path) -> Evidence:
@@ -31,14 +34,30 @@ class Evidence:
         path = folder / "evidence.json"
         if not path.is_file():
             return cls({})
-        return cls(json.loads(path.read_text(encoding="utf-8"))["kernels"])
+        found = json.loads(path.read_text(encoding="utf-8"))
+        known = (d for d in ARCHITECTURES.values() if d.name == found.get("device_name"))
+        return cls(found["kernels"], next(known, None))
 
     def covers(self, r: Record) -> bool:
-        """Whether the kernel behind a record needs no GPU evidence, or has it for exactly its sources."""
-        kernel = (r.plan or "").split("[")[0].split(" ")[0]
+        """Whether the kernel behind a record needs no GPU evidence, or has it for exactly its sources; and whether the
+        record's problem is still given that kernel, with that tile."""
+        kernel = _choice(r.plan).split("[")[0]
         if not kernel.startswith(GPU_KERNELS):
             return True
-        return self.hashes.get(kernel) == r.kernel_hash
+        return self.hashes.get(kernel) == r.kernel_hash and _choice(r.plan) == self.chosen(r)
+
+    def chosen(self, r: Record) -> str:
+        """Kernel and tile for a record's problem today; the record's own where there is no saying."""
+        if self.device is None or r.base_provider != "sartor":
+            return _choice(r.plan)
+        w = Workload(**{f.name: getattr(r, f.name) for f in fields(Workload)})
+        return _choice(str(plan_of(r.provider, w, Inputs.without_data(w), self.device)))
+
+
+def _choice(plan: str | None) -> str:
+    """Kernel and tile of a plan's text, which goes on with where the tile comes from."""
+    found = re.match(r"\w+(\[.*?\])?", plan or "")
+    return found[0] if found else ""
 
 
 def render(name: str, results: Path) -> str:

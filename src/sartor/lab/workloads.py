@@ -179,6 +179,26 @@ class Inputs:
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
+    def without_data(cls, w: Workload) -> Inputs:
+        """Tensors on `meta`, of which any size will do."""
+
+        def empty(*shape: int, dtype: torch.dtype = w.torch_dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        q = empty(w.batch, w.heads_q, w.seqlen_q, w.dim)
+        k, v = (empty(w.batch, w.heads_kv, w.seqlen_kv, d) for d in (w.dim, w.dim_v))
+        self, p = cls(q, k, v, empty(w.batch, w.heads_q, w.seqlen_q, w.dim_v)), w.pattern
+        if p.document:
+            self.ids = empty(1, w.seqlen_kv, dtype=torch.int32)
+        if p.alibi:
+            self.slopes = empty(w.heads_q, dtype=torch.float32)
+        if p.bias:
+            self.bias = empty(1, w.heads_q, w.seqlen_q, w.seqlen_kv)
+        if p.tensor:
+            self.keep = empty(1, 1, w.seqlen_q, w.seqlen_kv, dtype=torch.bool)
+        return self
+
+    @classmethod
     def make(cls, w: Workload, device: torch.device, seed: int = 0) -> Inputs:
         """Standard normal inputs from a fixed seed, made into what `w.data` says."""
         from sartor.testing import DATA, make_inputs
