@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 
@@ -69,16 +70,28 @@ def test_head_dims_between_sixteens_may_have_rows(monkeypatch):
         assert table.lookup(kernels.load("triton_forward"), p, DEVICE)[1] == source
 
 
-@pytest.mark.parametrize(("batch", "lengths", "group", "rows"), [
-    (1, (8192, 8192), 1, 192), (1, (2048, 2048), 1, 128), (8, (2048, 2048), 1, 192), (1, (1, 8192), 4, 128),
-    (64, (1, 8192), 4, 128), (64, (40, 8192), 4, 192), (1, (8192, 512), 1, 128),
-])  # fmt: skip
-def test_few_tiles_are_small(batch, lengths, group, rows):
-    """No SM is left idle for 192 rows a tile that 128 would keep busy, and no part of a block."""
-    shapes = [(batch, n, heads, 128) for n, heads in zip(lengths, (16, 16 // group), strict=True)]
+def hopper_tile(batch, lengths, dim=128, group=1, causal=False):
+    shapes = [(batch, n, heads, dim) for n, heads in zip(lengths, (16, 16 // group), strict=True)]
     q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
-    tile, _ = table.lookup(kernels.load("hopper_forward"), Problem.of(Call(q, k, k)), DEVICE)
-    assert tile.block_m == rows
+    tile, _ = table.lookup(kernels.load("hopper_forward"), Problem.of(Call(q, k, k, causal=causal)), DEVICE)
+    return tile
+
+
+@pytest.mark.parametrize(("batch", "lengths", "dim", "group", "rows"), [
+    (8, (8192, 8192), 128, 1, 192), (1, (1, 8192), 128, 4, 128), (64, (1, 8192), 128, 4, 128),
+    (64, (40, 8192), 128, 4, 192), (1, (2048, 2048), 64, 1, 128), (8, (2048, 2048), 64, 1, 192),
+])  # fmt: skip
+def test_few_tiles_are_small(batch, lengths, dim, group, rows):
+    """No SM is left idle for 192 rows a tile that 128 would keep busy, and no part of a block."""
+    assert hopper_tile(batch, lengths, dim, group).block_m == rows
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 160])
+def test_what_else_is_in_a_batch_changes_no_tile_of_keys(dim):
+    """Which keys are added up together decides a row's bits."""
+    for n, causal in itertools.product((1, 64, 100, 1000, 2048, 4096, 8192), (False, True)):
+        tiles = [hopper_tile(batch, (n, 8192), dim, causal=causal) for batch in (1, 2, 3, 5, 8, 64)]
+        assert len({tile.block_n for tile in tiles}) == 1
 
 
 def test_rows_come_with_fewest_keys_first():
