@@ -67,7 +67,8 @@ def attention(
         out_dtype: None for the inputs' dtype, or torch.float32 for unrounded partial results.
         kernel: "auto", or a family ("hopper", "fp32", "triton", "torch", ...) or one of its kernels ("fp32_forward")
             by name, which then runs or raises.
-        precision: for float32 inputs, "ieee" (float32 products) or "tf32".
+        precision: for float32 inputs, "ieee" (float32 accuracy, by pairs of float16; docs/numerics.md)
+            or "tf32".
 
     Returns:
         out (batch, seqlen_q, heads_q, dim_v) in `layout`. A row that attends to no key is 0, its lse -inf (its sink's

@@ -88,6 +88,8 @@ def render(name: str, results: Path) -> str:
         table = tables.head_dims(chosen, baseline, evidence.covers)
     else:
         table = tables.speed(chosen, baseline, evidence.covers)
+    if view in ("accuracy", "errors") and not all(evidence.covers(r) for r in chosen):
+        table.notes.append("Unverified: some were measured with other sources or tiles than those of today.")
     table.notes.append(provenance(chosen, found))
     return table.markdown() + "\n"
 
