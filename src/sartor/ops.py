@@ -93,15 +93,21 @@ def run(call: Call, lse: bool) -> tuple[Tensor, Any]:
     return (out if given == call.layout else out.transpose(1, 2)), found
 
 
+def _run(plan: Plan, *data: Any) -> Any:
+    """What the plan's kernel makes of its operands, whose dtypes are what they are meant to be."""
+    if not torch._C._is_any_autocast_enabled():
+        return plan.kernel.run(plan, *data)  # type: ignore[attr-defined]
+    with torch.autocast(data[0].q.device.type, enabled=False):
+        return plan.kernel.run(plan, *data)  # type: ignore[attr-defined]
+
+
 def _forward(prepared: Prepared, x: Operands) -> tuple[Tensor, Tensor]:
-    plan = prepared.forward
-    result: tuple[Tensor, Tensor] = plan.kernel.run(plan, x)  # type: ignore[attr-defined]
+    result: tuple[Tensor, Tensor] = _run(prepared.forward, x)
     return result
 
 
 def _backward(prepared: Prepared, x: Operands, saved: Saved) -> Gradients:
-    plan = prepared.backward_plan()
-    g: Gradients = plan.kernel.run(plan, x, saved)  # type: ignore[attr-defined]
+    g: Gradients = _run(prepared.backward_plan(), x, saved)
     return g
 
 
@@ -114,6 +120,9 @@ class _Attention(torch.autograd.Function):
     ) -> Any:
         x = prepared.operands(call)
         out, lse = _forward(prepared, x)
+        if out._is_view():  # which autograd would not let a caller change in place
+            place = out.untyped_storage(), out.storage_offset(), out.shape, out.stride()
+            out = torch.empty(0, dtype=out.dtype, device=out.device).set_(*place)
         ctx.set_materialize_grads(False)
         ctx.prepared = prepared
         ctx.dtypes = (None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype)

@@ -612,15 +612,17 @@ def test_J03():
             testing.check(compiled(q, k, v), out, out, name=f"length {sq}")
 
 
-def test_J06():
-    q, k, v = inputs()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}, {"window": (3, 3)}], ids=str)
+def test_J06(options, dtype):
+    q, k, v = inputs(dtype=dtype)
     for t in (q, k, v):
         t.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        out = sartor.attention(q, k, v)
+        out = sartor.attention(q, k, v, **options)
+        grads = torch.autograd.grad(out.float().sum(), (q, k, v))
     assert out.dtype == torch.bfloat16
-    grads = torch.autograd.grad(out.float().sum(), (q, k, v))
-    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in grads)
+    assert all(g.dtype == dtype and g.isfinite().all() for g in grads)
 
 
 def test_J07():
@@ -649,6 +651,17 @@ def test_J08(changed):
     t[changed].add_(1)
     with pytest.raises(RuntimeError, match="inplace"):
         t["out"].sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "bhsd"}, {"kernel": "reference"}], ids=str)
+def test_J08_output_changed_by_the_caller(options):
+    """Like any tensor it may be changed in place, where no backward needs it any more."""
+    x = inputs(sq=13, hkv=4, requires_grad=True)
+    out = sartor.attention(*x, **options)
+    expected = 2 * out.detach()
+    assert torch.equal(out.mul_(2), expected)
+    with pytest.raises(RuntimeError, match="inplace"):
+        out.sum().backward()
 
 
 def test_J09():
