@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
 
 import sartor
@@ -289,6 +290,21 @@ def test_compile(name):
     for x, y in zip(*results, strict=True):
         assert x.shape == y.shape
         assert torch.equal(x, y)
+
+
+def test_compile_with_masks():
+    """A graph serves masks of one kind whatever they hold; one that is made in it is refused, by a sentence."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(lambda x, mask: sartor.attention(x, x, x, mask=mask), fullgraph=True, backend=counter)
+    x = torch.randn(2, 9, 4, 16)
+    for seed in range(3):
+        mask = mods.document(torch.arange(9).repeat(2, 1) // (2 + seed))
+        assert torch.equal(compiled(x, mask), sartor.attention(x, x, x, mask=mask))
+    assert counter.frame_count == 1
+    inside = torch.compile(lambda x: sartor.attention(x, x, x, mask=mods.causal()), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"outside of what torch\.compile compiles"):
+        inside(x)
 
 
 @pytest.mark.parametrize("name", FEATURES)

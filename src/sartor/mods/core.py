@@ -63,7 +63,7 @@ def _everywhere(b: Any, h: Any, position: Any, aux: Any) -> tuple[int, int, int,
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which keys a query attends to.
+    """Which keys a query attends to. Made before torch.compile compiles what uses it.
 
     keep: `(b, h, q, kv, aux) -> bool`, operators only.
     aux: values the functions read as `aux[0]`, `aux[1]`, ...
@@ -81,6 +81,8 @@ class Mask:
     def __post_init__(self) -> None:
         if not callable(self.keep):
             raise TypeError(f"mask must be a function (b, h, q, kv, aux) -> bool, got {type(self.keep).__name__}")
+        if torch.compiler.is_dynamo_compiling():  # a graph finds a mask by a handle that is there before it runs
+            raise RuntimeError("mask must be made outside of what torch.compile compiles, and closed over or passed in")
         object.__setattr__(self, "handle", self._describe())
         if self.handle not in _TEMPLATES:
             _TEMPLATES[self.handle] = self
