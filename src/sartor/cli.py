@@ -192,7 +192,7 @@ def tune(
     with friendly():
         import torch
 
-        from sartor.tuning import search
+        from sartor.lab import search
 
         if not torch.cuda.is_available():
             raise ValueError("tune needs an NVIDIA GPU, none is here")

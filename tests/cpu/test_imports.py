@@ -20,7 +20,7 @@ MAY = {
     "problem": {"mods"},
     "kernels": {"problem", "device", "mods", "nvrtc"},
     "nvrtc": set(),
-    "tuning": {"kernels", "device", "nvrtc", "problem", "mods", "plan", "testing"},
+    "tuning": {"kernels", "device", "problem"},
     "plan": {"kernels", "tuning", "problem", "device", "errors"},
     "ops": {"plan", "kernels", "problem", "device", "mods"},
     "api": {"ops", "plan", "problem", "device", "mods"},

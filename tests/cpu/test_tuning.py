@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections import Counter
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from sartor import kernels, mods
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Tile
+from sartor.lab import search
 from sartor.problem import Call, Problem, mask_class
-from sartor.tuning import search, table
+from sartor.tuning import table
 
 DEVICE = ARCHITECTURES[90]
 SHORT, MIDDLE, LONG = Tile(64, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, 128, 8, 3)
@@ -98,6 +100,27 @@ def test_rows_come_with_fewest_keys_first():
     for tiles in table.rows(90).values():
         limits = [row.keys for row in tiles]
         assert limits == sorted(set(limits))
+
+
+def test_the_fastest_tiles_are_timed_again(monkeypatch):
+    """A tile's time is that of the bench's turns; those that were slow at first are not asked again."""
+    tiles = [Tile(64, 16 * n, 4, 2) for n in range(1, search.FINALISTS + 3)]
+    calls = dict.fromkeys(tiles, 0)
+
+    def runner(job, tile, call):
+        def run():
+            calls[tile] += 1
+            time.sleep(tile.block_n * 2e-5)
+
+        return 0, run
+
+    monkeypatch.setattr(search, "runner", runner)
+    monkeypatch.setattr(search.Job, "call", lambda self: Call(*[torch.empty(1, 8, 1, 16)] * 3))
+    job = search.Job("hopper_forward", "forward", 16, "full")
+    found = search.measure(job, [search.Trial(t) for t in reversed(tiles)])
+    assert [t.tile for t in found] == tiles[: search.FINALISTS]
+    assert all(0.3 < t.ms / (t.tile.block_n * 2e-2) < 3 for t in found)
+    assert calls[tiles[0]] > calls[tiles[-1]]
 
 
 def test_rows_are_written_once_per_length(tmp_path, monkeypatch):

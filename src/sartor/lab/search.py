@@ -1,14 +1,14 @@
 """Search for tiles on the GPU in front of you, and write tuning rows with their provenance.
 
 Every legal tile of a kernel is compiled (in parallel processes, which fill the disk caches), those that spill are
-dropped, the rest are timed round-robin, and the fastest becomes a row of data/sm<arch>.jsonl.
+dropped, the rest are timed by a few calls, the best of them as the bench does, and the fastest becomes a row of
+data/sm<arch>.jsonl.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -24,12 +24,14 @@ from sartor import kernels, nvrtc
 from sartor.device import Device
 from sartor.kernels.parts import launch as launching
 from sartor.kernels.spec import Operands, Plan, Saved, Tile
+from sartor.lab.timing import Budget, interleave
 from sartor.problem import Call, Problem, aux_values
 
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 TRITON = tuple(f"{family}_{pass_}" for family in ("triton", "fp32") for pass_ in ("forward", "backward"))
 HOPPER = ("hopper_forward", "hopper_fp32")
 KERNELS = (*HOPPER, *TRITON)
+FINALISTS = 6  # tiles that are timed at the clock each can hold, which a few calls do not show
 SHORT = {"hopper_forward": (1024,), "triton_forward": (512, 2048)}  # lengths for which a forward has rows of its own
 
 
@@ -163,24 +165,15 @@ def compile_tile(job: Job, tile: Tile) -> Trial:
     return Trial(tile, spills)
 
 
-def measure(job: Job, trials: list[Trial], rounds: int = 7) -> list[Trial]:
-    """Median milliseconds of each tile, the tiles taking turns."""
+def measure(job: Job, trials: list[Trial]) -> list[Trial]:
+    """The fastest tiles with their median milliseconds at the clock each can hold, after a few calls of all in turn."""
     call = job.call()
-    runs = [runner(job, t.tile, call)[1] for t in trials]
-    times: list[list[float]] = [[] for _ in runs]
-    for run in runs:
-        run()
-    for _ in range(rounds):
-        for run, kept in zip(runs, times, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            run()
-            begin.record()
-            for _ in range(3):
-                run()
-            end.record()
-            end.synchronize()
-            kept.append(begin.elapsed_time(end) / 3)
-    return sorted((replace(t, ms=statistics.median(m)) for t, m in zip(trials, times, strict=True)), key=lambda t: t.ms)
+    device, runs = call.q.device, {str(t.tile): runner(job, t.tile, call)[1] for t in trials}
+    quick = interleave(runs, device, Budget(rounds=5, turn_ms=0.0, lead_ms=0.0, warmup_ms=1.0))
+    ahead = sorted(runs, key=lambda name: quick[name].ms)[:FINALISTS]
+    found = interleave({name: runs[name] for name in ahead}, device, Budget(rounds=4, warmup_ms=1.0))
+    finalists = (replace(t, ms=found[str(t.tile)].ms) for t in trials if str(t.tile) in found)
+    return sorted(finalists, key=lambda t: t.ms)
 
 
 def search(work: Iterable[Job], workers: int, log: Callable[[str], None]) -> Iterator[tuple[Job, list[Trial]]]:
