@@ -16,16 +16,17 @@ ROOT = Path(sartor.__file__).parent
 MAY = {
     "errors": set(),
     "device": set(),
-    "mods": set(),
-    "problem": {"mods"},
+    "checks": set(),
+    "mods": {"checks"},
+    "problem": {"checks", "mods"},
     "kernels": {"problem", "device", "mods", "nvrtc"},
     "nvrtc": set(),
     "tuning": {"kernels", "device", "problem"},
     "plan": {"kernels", "tuning", "problem", "device", "errors"},
     "ops": {"plan", "kernels", "problem", "device", "mods"},
-    "api": {"ops", "plan", "problem", "device", "mods"},
+    "api": {"checks", "ops", "plan", "problem", "device", "mods"},
     "testing": {"api", "kernels", "problem", "mods"},
-    "compat": {"api"},
+    "compat": {"api", "checks"},
 }
 
 

@@ -154,11 +154,41 @@ def test_operators_are_those_of_matrices():
         (lambda b, h, q, kv, aux: sum(q) > 0, "iteration"),
         (lambda b, h, q, kv, aux: kv < "7", "str"),
         (lambda b, h, q, kv, aux: None, "NoneType"),
+        (lambda b, h, q, kv, aux: q - kv, r"comparison.*\(q - kv\)"),
+        (lambda b, h, q, kv, aux: (q > kv) & 1, "comparison"),
+        (lambda b, h, q, kv, aux: ~(q - kv), "comparison"),
+        (lambda b, h, q, kv, aux: mods.where(q > kv, q < 3, kv), "comparison"),
+        (lambda b, h, q, kv, aux: aux[0], "comparison"),
+        (lambda b, h, q, kv, aux: (q > kv, q < 3), "2 values"),
     ],
 )
 def test_bad_functions_are_refused(function, word):
     with pytest.raises(TypeError, match=word):
         mods.Mask(function, (1,))
+
+
+def test_what_is_boolean_is_accepted():
+    table = torch.tensor([[True, False]])
+    for keep in (
+        lambda b, h, q, kv, aux: True,
+        lambda b, h, q, kv, aux: aux[0],
+        lambda b, h, q, kv, aux: ~aux[0] ^ (q >= kv),
+        lambda b, h, q, kv, aux: mods.where(aux[0], q >= kv, False),
+    ):
+        assert mods.Mask(keep, (table,)).materialize(1, 1, 2, 2).dtype == torch.bool
+    with pytest.raises(TypeError, match="comparison"):
+        mods.Mask(lambda b, h, q, kv, aux: aux[0], (table.int(),))
+
+
+def test_ids_beyond_int32():
+    """They are told apart, and kept in int32; whatever integers the two are of."""
+    ids = torch.tensor([[0, 0, 2**32, 2**32, 1], [-(2**63), 2**63 - 1, -1, 2**32 - 1, -1]])
+    for kv_ids in (ids, torch.tensor([[1, 0, 2**32]]), torch.tensor([[1, 0, 0, 7]]).int()):
+        mask = mods.document(ids, kv_ids)
+        shape = 2, 1, ids.shape[1], kv_ids.shape[1]
+        assert torch.equal(mask.materialize(*shape)[:, 0], ids[:, :, None] == kv_ids[:, None])
+        assert {t.dtype for t in mask.tensors} == {torch.int32}
+        assert_sound(mask, *shape)
 
 
 def test_bad_arguments_are_refused():
@@ -169,6 +199,15 @@ def test_bad_arguments_are_refused():
         (lambda: mods.window(0, 1.5), "right"),
         (lambda: mods.document(torch.zeros(3, dtype=torch.int32)), "ids"),
         (lambda: mods.document(torch.zeros(1, 3)), "ids"),
+        (lambda: mods.document([[0, 1]]), "ids .*list"),
+        (lambda: mods.document(torch.zeros(1, 3).bool()), r"ids .*torch\.bool"),
+        (lambda: mods.document(torch.zeros(2, 3).int(), torch.zeros(3, 3).int()), "kv_ids .*2.* 3"),
+        (lambda: mods.document(torch.zeros(1, 3).int(), torch.zeros(1, 3).int().to("meta")), "kv_ids .*cpu.*meta"),
+        (lambda: mods.prefix(2.5), "length .*2.5"),
+        (lambda: mods.prefix(True), "length .*True"),
+        (lambda: mods.prefix("a"), "length .*'a'"),
+        (lambda: mods.prefix(torch.tensor([2.5])), r"length .*torch\.float32"),
+        (lambda: mods.prefix(torch.ones(2, 2).int()), r"length .*\(2, 2\)"),
         (lambda: mods.causal() & torch.ones(3, 3), "&"),
         (lambda: from_tensor(torch.ones(3, 3)), "bool"),
     ):

@@ -23,6 +23,7 @@ import torch
 
 from sartor.mods.expr import Expr, diff, lift, maximum, minimum, where
 
+COMPARISONS = frozenset(["<", "<=", ">", ">=", "==", "!="])
 BIG = 2**28  # beyond every position; four of them stay within int32
 AuxValue = int | float | torch.Tensor | Callable[[int, int], int]
 
@@ -55,6 +56,21 @@ def trace(fn: Callable[..., Any], names: tuple[str, ...], n_aux: int) -> Any:
     aux = tuple(Expr("aux", (i,)) for i in range(n_aux))
     result = fn(*(Expr("sym", (name,)) for name in names), aux)
     return tuple(lift(r) for r in result) if isinstance(result, tuple) else lift(result)
+
+
+def is_boolean(e: Any, aux: tuple[AuxValue, ...]) -> bool:
+    """Whether what was traced is True or False everywhere, so that `&`, `|` and `~` of it mean what they say."""
+    if not isinstance(e, Expr):
+        return False
+    if e.op == "aux":
+        return getattr(aux[e.args[0]], "dtype", None) == torch.bool
+    if e.op == "const":
+        return isinstance(e.args[0], bool)
+    if e.op in ("&", "|", "^", "invert"):
+        return all(is_boolean(a, aux) for a in e.args)
+    if e.op == "where":
+        return all(is_boolean(a, aux) for a in e.args[1:])
+    return e.op in COMPARISONS
 
 
 def _everywhere(b: Any, h: Any, position: Any, aux: Any) -> tuple[int, int, int, int]:
@@ -107,7 +123,14 @@ class Mask:
 
     def _describe(self) -> str:
         n = len(self.aux)
-        texts = [trace(self.keep, ("b", "h", "q", "kv"), n).text()]
+        keep = trace(self.keep, ("b", "h", "q", "kv"), n)
+        if not is_boolean(keep, self.aux):
+            found = keep.text() if isinstance(keep, Expr) else f"{len(keep)} values"
+            raise TypeError(
+                "mask must be a function that returns a bool, expected a comparison (`<`, `==`, ...), a bool tensor of"
+                f" aux, or these combined by `&`, `|`, `~`, got {found}"
+            )
+        texts = [keep.text()]
         texts += [e.text() for e in trace(self.rows, ("b", "h", "q"), n)]
         texts += [e.text() for e in trace(self.cols, ("b", "h", "kv"), n)]
         for a in self.aux:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Literal
 
 import torch
 
+from sartor.checks import dense, is_integer, sides
 from sartor.mods.core import BIG, Mask, four_dims, interval, where
 
 Align = Literal["bottom_right", "top_left"]
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # that torch sorts and searches
 
 
 def offset(seqlen_q: int, seqlen_kv: int) -> int:
@@ -34,10 +37,7 @@ def causal(align: Align = "bottom_right") -> Mask:
 
 def window(left: int | None, right: int | None, align: Align = "bottom_right") -> Mask:
     """Query i attends to the keys i-left .. i+right, both included; None or -1 is unbounded (flash-attn's rule)."""
-    for name, side in (("left", left), ("right", right)):
-        if isinstance(side, bool) or not (side is None or (isinstance(side, int) and side >= -1)):
-            raise ValueError(f"window {name} must be an integer >= 0, or -1 or None for unbounded, got {side!r}")
-    reach = tuple(BIG if side in (None, -1) else side for side in (left, right))
+    reach = tuple(BIG if side in (None, -1) else min(side, BIG) for side in sides((left, right)))
     return interval(
         rows=lambda b, h, q, aux: (q + aux[2] - aux[0], q + aux[2] + aux[1] + 1),
         cols=lambda b, h, kv, aux: (kv - aux[2] - aux[1], kv - aux[2] + aux[0] + 1),
@@ -48,7 +48,13 @@ def window(left: int | None, right: int | None, align: Align = "bottom_right") -
 
 def prefix(length: int | torch.Tensor) -> Mask:
     """Every query attends to the first `length` keys: an int, or one per batch item, int (batch,)."""
-    size = length.view(-1, 1, 1, 1) if isinstance(length, torch.Tensor) else length
+    if isinstance(length, torch.Tensor):
+        _check_integers("length", length, "(batch,)", (0, 1))
+        size: Any = length.view(-1, 1, 1, 1)
+    elif is_integer(length):
+        size = min(operator.index(length), BIG)
+    else:
+        raise TypeError(f"length must be an integer or a tensor of them, got {type(length).__name__}: {length!r}")
     return interval(
         rows=lambda b, h, q, aux: (None, aux[0]),
         cols=lambda b, h, kv, aux: (None, where(kv < aux[0], BIG, 0)),
@@ -58,27 +64,46 @@ def prefix(length: int | torch.Tensor) -> Mask:
 
 
 def document(ids: torch.Tensor, kv_ids: torch.Tensor | None = None) -> Mask:
-    """Queries attend to keys of their own document; ids are int (batch or 1, seqlen), in any order.
+    """Queries attend to keys of their own document; ids are int (batch or 1, seqlen), of any value, in any order.
 
     `kv_ids` are the keys' documents where they differ from the queries'. Documents that lie together in memory cost
     only their own tiles; where one is scattered, its tiles are looked at key by key.
     """
     kv_ids = ids if kv_ids is None else kv_ids
     for name, t in (("ids", ids), ("kv_ids", kv_ids)):
-        if t.dim() != 2 or t.is_floating_point():
-            raise ValueError(f"{name} must be integers of shape (batch, seqlen), got {t.dtype} {tuple(t.shape)}")
+        _check_integers(name, t, "(batch, seqlen)", (2,))
+    if ids.device != kv_ids.device:
+        raise ValueError(f"kv_ids must be on the device of ids, {ids.device}, got {kv_ids.device}")
     if ids.shape[0] != kv_ids.shape[0]:
-        batch = max(ids.shape[0], kv_ids.shape[0])
+        if 1 not in (ids.shape[0], kv_ids.shape[0]):
+            raise ValueError(f"kv_ids must have the batch of ids, {ids.shape[0]}, or 1, got batch {kv_ids.shape[0]}")
+        batch = kv_ids.shape[0] if ids.shape[0] == 1 else ids.shape[0]
         ids, kv_ids = ids.expand(batch, -1), kv_ids.expand(batch, -1)
+    ids, kv_ids = _as_int32(ids, kv_ids)
     rows = [t[:, None, :, None] for t in _spans(ids, kv_ids)]
     cols = [t[:, None, None, :] for t in _spans(kv_ids, ids)]
     return Mask(
         keep=lambda b, h, q, kv, aux: aux[0] == aux[1],
-        aux=(ids.int()[:, None, :, None], kv_ids.int()[:, None, None, :], *rows, *cols),
+        aux=(ids[:, None, :, None], kv_ids[:, None, None, :], *rows, *cols),
         rows=lambda b, h, q, aux: aux[2:6],
         cols=lambda b, h, kv, aux: aux[6:10],
         name="document",
     )
+
+
+def _check_integers(name: str, t: Any, shape: str, dims: tuple[int, ...]) -> None:
+    dense(name, t)
+    if t.dtype not in INTEGERS or t.dim() not in dims:
+        raise ValueError(f"{name} must be integers of shape {shape}, got {t.dtype} {tuple(t.shape)}")
+
+
+def _as_int32(ids: torch.Tensor, kv_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 ids that are equal where these are. int64 ones may not fit: theirs are their ranks, without a host sync."""
+    if torch.int64 not in (ids.dtype, kv_ids.dtype):
+        return ids.int(), kv_ids.int()
+    ids, kv_ids = ids.long().contiguous(), kv_ids.long().contiguous()
+    ordered = torch.cat([ids, kv_ids], 1).sort(1).values
+    return torch.searchsorted(ordered, ids, out_int32=True), torch.searchsorted(ordered, kv_ids, out_int32=True)
 
 
 def _spans(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -101,6 +126,7 @@ def _spans(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def from_tensor(keep: torch.Tensor) -> Mask:
     """A bool tensor broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), True where the query attends."""
+    dense("mask", keep)
     if keep.dtype != torch.bool:
         raise TypeError(f"mask must be a bool tensor (True = attend), got dtype {keep.dtype}")
     return Mask(lambda b, h, q, kv, aux: aux[0], (four_dims(keep),), name="tensor")

@@ -1,0 +1,70 @@
+"""Checks of one argument each: the argument as what it stands for, or an error that names it, what was expected and
+what came. Kept fast, since some are made on every call."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from typing import Any
+
+import torch
+
+LAYOUTS = {"bshd": "(batch, seqlen, heads, dim)", "bhsd": "(batch, heads, seqlen, dim)"}
+
+
+def boolean(name: str, value: Any) -> bool:
+    """`value`, which must be a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}: {value!r}")
+    return value
+
+
+def real(name: str, value: Any) -> float:
+    """`value`, which must be a real number, as a float."""
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}: {value!r}")
+    return float(value)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer of any library; a bool is none."""
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
+
+
+def sides(window: Any) -> tuple[int | None, int | None]:
+    """(left, right) of a window, each an int >= -1 or None."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window must be None or a pair (left, right), got {window!r}")
+    left, right = window
+    for side in (left, right):
+        if side is None:
+            continue
+        if not is_integer(side):
+            raise TypeError(f"window (left, right) must hold integers or None, got {window!r}")
+        if side < -1:
+            raise ValueError(f"window (left, right) must be >= 0, or -1 or None for unbounded, got {window!r}")
+    return None if left is None else operator.index(left), None if right is None else operator.index(right)
+
+
+def known_layout(layout: Any) -> None:
+    """One of LAYOUTS."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout must be {' or '.join(map(repr, LAYOUTS))}, got {layout!r}")
+
+
+def dense(name: str, t: Any) -> None:
+    """A tensor that lies in memory by its strides."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: {str(t)[:60]}")
+    if t.is_nested or t.layout != torch.strided:
+        found = "a nested tensor" if t.is_nested else f"layout {t.layout}"
+        raise TypeError(f"{name} must be a dense (strided) tensor, got {found}")
+
+
+def floating(name: str, t: Any) -> None:
+    """A dense tensor of floats."""
+    dense(name, t)
+    if not t.dtype.is_floating_point:
+        raise TypeError(f"{name} must be a floating torch.Tensor, got dtype {t.dtype}")
