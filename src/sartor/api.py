@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from sartor import ops
+from sartor.checks import boolean
 from sartor.device import Device
 from sartor.mods.core import Mask
 from sartor.plan import Explanation
@@ -81,9 +82,10 @@ def attention(
     """
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
+    boolean("return_lse", return_lse)
     call = Call(
-        q, k, v, bias, mask, alibi_slopes, sinks, causal, tuple(window) if isinstance(window, list) else window,
-        softmax_scale, softcap, deterministic, out_dtype, kernel, precision, layout,
+        q, k, v, bias, mask, alibi_slopes, sinks, causal, window, softmax_scale, softcap, deterministic, out_dtype,
+        kernel, precision, layout,
     )  # fmt: skip
     if forward_ad._current_level >= 0:
         _refuse_tangents(call)
@@ -106,7 +108,7 @@ def explain(
         device: plan for this device instead of the tensors' (see `sartor.device.ARCHITECTURES`).
         **options: as in `attention`; `return_lse` is accepted and changes nothing.
     """
-    options.pop("return_lse", None)
+    boolean("return_lse", options.pop("return_lse", False))
     unknown = set(options) - set(attention.__kwdefaults__ or ())
     if unknown:
         raise TypeError(f"explain() got unknown arguments {sorted(unknown)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -11,13 +10,14 @@ from typing import Any
 
 import torch
 
+from sartor.checks import LAYOUTS, boolean, dense, floating, known_layout, real, sides
 from sartor.mods import masks, scores
 from sartor.mods.core import Mask, Program, Score, four_dims, resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DIM = 512
 PRECISIONS = ("ieee", "tf32")
-LAYOUTS = {"bshd": "(batch, seqlen, heads, dim)", "bhsd": "(batch, heads, seqlen, dim)"}
+ALIGNMENTS = ("bottom_right", "top_left")
 Template = tuple[int | float | None, ...]  # the aux values of equal calls: numbers, and None for a tensor of the call
 
 
@@ -41,6 +41,18 @@ class Call:
     kernel: str = "auto"
     precision: str = "ieee"
     layout: str = "bshd"  # of q, k and v: one of LAYOUTS
+
+    def __post_init__(self) -> None:
+        """On every call, since keys do not tell them apart: True and 1, 1 and 1.0, a tensor and what it holds."""
+        causal = self.causal
+        if not isinstance(causal, bool) and (not isinstance(causal, str) or causal not in ALIGNMENTS):
+            raise ValueError(f"causal must be False, True, 'bottom_right' or 'top_left', got {causal!r}")
+        if self.window is not None:
+            self.window = sides(self.window)
+        if self.softmax_scale is not None:
+            self.softmax_scale = real("softmax_scale", self.softmax_scale)
+        self.softcap = real("softcap", self.softcap)
+        boolean("deterministic", self.deterministic)
 
     def key(self) -> tuple[Any, ...]:
         """Equal keys mean equal problems and equal plans; made on every call, so it only reads attributes."""
@@ -66,7 +78,7 @@ class Call:
     @property
     def bits_repeat(self) -> bool:
         """Whether results must have the same bits from run to run: asked for here, or of all of PyTorch."""
-        return bool(self.deterministic) or torch.are_deterministic_algorithms_enabled()
+        return self.deterministic or torch.are_deterministic_algorithms_enabled()
 
     @property
     def needs_gradient(self) -> bool:
@@ -88,7 +100,7 @@ def _extra_key(x: Any) -> Any:
 class Problem:
     """One attention call, without its data.
 
-    Shapes: q (b, sq, hq, d), k (b, skv, hkv, d), v (b, skv, hkv, dv) -> out (b, sq, hq, dv), lse (b, hq, sq) float32.
+    Shapes: q (b, sq, hq, d), k (b, skv, hkv, d), v (b, skv, hkv, dv) -> out (b, sq, hq, dv), lse (b, hq, sq).
     """
 
     batch: int
@@ -260,14 +272,10 @@ def aux_values(call: Call, template: Template | None = None) -> tuple[int | floa
 
 
 def _check_each(call: Call) -> None:
-    if call.layout not in LAYOUTS:
-        raise ValueError(f"layout must be {' or '.join(map(repr, LAYOUTS))}, got {call.layout!r}")
+    known_layout(call.layout)
     for name in ("q", "k", "v"):
         t = getattr(call, name)
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: {str(t)[:60]}")
-        if t.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense (strided) tensor, got layout {t.layout}")
+        dense(name, t)
         if t.dim() != 4:
             raise ValueError(f"{name} must have 4 dims {LAYOUTS[call.layout]}, got {t.dim()}: {tuple(t.shape)}")
         if t.dtype not in DTYPES:
@@ -298,35 +306,19 @@ def _check_tensors(call: Call) -> None:
 
 
 def _check_options(call: Call) -> None:
-    if call.causal not in (False, True, "bottom_right", "top_left"):
-        raise ValueError(f"causal must be False, True, 'bottom_right' or 'top_left', got {call.causal!r}")
-    if call.window is not None:
-        _check_window(call.window)
-    for name in ("softmax_scale", "softcap"):
-        value = getattr(call, name)
-        if name == "softmax_scale" and value is None:
-            continue
-        if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{name} must be a float, got {type(value).__name__}: {value!r}")
-        if not math.isfinite(value):
+    for name, value in (("softmax_scale", call.softmax_scale), ("softcap", call.softcap)):
+        if value is not None and not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")
     if call.softcap < 0:
         raise ValueError(f"softcap must be >= 0 (0 is off), got {call.softcap}")
     wider = call.q.dtype if call.q.dtype == torch.float64 else torch.float32
-    if call.out_dtype not in (None, call.q.dtype, wider):
-        raise TypeError(f"out_dtype must be None, {call.q.dtype} or {wider}, got {call.out_dtype}")
+    allowed = tuple(dict.fromkeys((None, call.q.dtype, wider)))
+    if call.out_dtype not in allowed:
+        raise TypeError(f"out_dtype must be {' or '.join(map(str, allowed))}, got {call.out_dtype}")
+    if not isinstance(call.kernel, str):
+        raise TypeError(f"kernel must be a str, got {type(call.kernel).__name__}: {call.kernel!r}")
     if call.precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {call.precision!r}")
-
-
-def _check_window(window: Any) -> None:
-    if not isinstance(window, tuple) or len(window) != 2:
-        raise ValueError(f"window must be None or a pair (left, right), got {window!r}")
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral)):
-            raise TypeError(f"window must hold integers or None, got {window!r}")
-        if side is not None and side < -1:
-            raise ValueError(f"window sides must be >= 0, or -1 or None for unbounded, got {window!r}")
 
 
 def _check_extras(call: Call, full: tuple[int, int, int, int]) -> None:
@@ -353,8 +345,7 @@ def _check_extras(call: Call, full: tuple[int, int, int, int]) -> None:
     ):
         if t is None:
             continue
-        if not isinstance(t, torch.Tensor) or not t.dtype.is_floating_point:
-            raise TypeError(f"{name} must be a floating torch.Tensor, got {getattr(t, 'dtype', type(t).__name__)}")
+        floating(name, t)
         if tuple(t.shape) not in shapes:
             raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(t.shape)}")
         if t.device != q.device:
@@ -366,6 +357,7 @@ def _check_extras(call: Call, full: tuple[int, int, int, int]) -> None:
 
 
 def _check_extra(name: str, t: torch.Tensor, q: torch.Tensor, full: tuple[int, int, int, int]) -> None:
+    dense(name, t)
     shape = (1,) * (4 - t.dim()) + tuple(t.shape)
     if t.dim() > 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
         raise ValueError(

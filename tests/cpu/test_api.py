@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -146,6 +147,14 @@ def test_explain_takes_what_attention_takes():
     q, k, v = inputs()
     options = {n: p.default for n, p in inspect.signature(sartor.attention).parameters.items() if n not in "qkv"}
     assert sartor.explain(q, k, v, **options).plan is not None
+
+
+@pytest.mark.parametrize("window", [[3, 1], (np.int64(3), np.int32(1))])
+def test_windows_of_other_types(window):
+    """attention and explain take a list, and integers of other libraries."""
+    q, k, v = inputs()
+    assert torch.equal(sartor.attention(q, k, v, window=window), sartor.attention(q, k, v, window=(3, 1)))
+    assert sartor.explain(q, k, v, window=window).problem == sartor.explain(q, k, v, window=(3, 1)).problem
 
 
 def test_registry():

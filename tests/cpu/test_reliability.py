@@ -88,6 +88,10 @@ def of_shape(*shape):
     return lambda t: torch.zeros(shape, dtype=t.dtype)
 
 
+def nested(dtype=torch.float32):
+    return torch.nested.nested_tensor([torch.ones(n, 4, 8, dtype=dtype) for n in (3, 5)])
+
+
 BAD = {
     "A01": (lambda: attend({"q": lambda t: [1.0, 2.0]}), "q", "list"),
     "A02": (lambda: attend({"k": lambda t: None}), "k", "None"),
@@ -99,6 +103,8 @@ BAD = {
     "A08": (lambda: attend(every(lambda t: t.to(torch.float8_e4m3fn))), "dtype", "float8_e4m3fn"),
     "A09": (lambda: attend({"k": lambda t: t.to("meta")}), "k", "meta", "cpu"),
     "A10": (lambda: attend({"q": lambda t: t.to_sparse()}), "q", "sparse"),
+    "A10_nested": (lambda: attend(every(lambda t: nested())), "q", "nested"),
+    "A10_nested_sdpa": (lambda: sartor.scaled_dot_product_attention(*[nested()] * 3), "query", "nested"),
     "A11": (lambda: attend(every(lambda t: t > 0)), "dtype", "bool"),
     "B01": (lambda: attend({"q": lambda t: t[0]}), "q", "got 3"),
     "B01_bhsd": (lambda: attend({"q": lambda t: t[0]}, layout="bhsd"), "q", "got 3"),
@@ -123,6 +129,8 @@ BAD = {
     "C06": (lambda: attend(softmax_scale="0.5"), "softmax_scale", "0.5"),
     "C06_sdpa": (lambda: sdpa(scale="0.5"), "scale", "0.5"),
     "C07": (lambda: attend(causal="yes"), "causal", "yes"),
+    "C07_one": (lambda: attend(causal=1), "causal", "got 1"),
+    "C07_tensor": (lambda: attend(causal=torch.tensor(True)), "causal", r"tensor\(True\)"),
     "C07_flash": (lambda: flash(causal="bottom_right"), "causal", "bottom_right"),
     "C07_sdpa": (lambda: sdpa(is_causal="yes"), "is_causal", "yes"),
     "C08": (lambda: flash(window_size=(1,)), "window_size", r"\(1,\)"),
@@ -130,6 +138,7 @@ BAD = {
     "C08_ours": (lambda: attend(window=5), "window", "5"),
     "C09": (lambda: flash(window_size=(-2, 0)), "window_size", r"\(-2, 0\)"),
     "C10": (lambda: flash(window_size=(1.5, 0)), "window_size", r"\(1.5, 0\)"),
+    "C10_ours": (lambda: attend(window=(3.0, 1)), "window", r"\(3.0, 1\)"),
     "C11": (lambda: attend(softcap=-1.0), "softcap", "-1.0"),
     "C12": (lambda: attend(softcap=NAN), "softcap", "nan"),
     "C12_inf": (lambda: attend(softcap=INF), "softcap", "inf"),
@@ -151,10 +160,19 @@ BAD = {
     "mask": (lambda: attend(mask=torch.ones(9, 12).bool()), "mask", r"\(9, 12\)"),
     "mask_dtype": (lambda: attend(mask=torch.ones(9, 13)), "mask", "float32"),
     "bias": (lambda: attend(bias=torch.ones(2, 3, 9, 13)), "bias", r"\(2, 3, 9, 13\)"),
+    "mask_nested": (lambda: attend(mask=nested(torch.bool)), "mask", "nested"),
+    "bias_sparse": (lambda: attend(bias=torch.ones(9, 13).to_sparse()), "bias", "sparse"),
+    "sinks_sparse": (lambda: attend(sinks=torch.ones(4).to_sparse()), "sinks", "sparse"),
     "layout": (lambda: attend(layout="sbhd"), "layout", "sbhd"),
+    "layout_list": (lambda: attend(layout=["bshd"]), "layout", r"\['bshd'\]"),
     "kernel": (lambda: attend(kernel="cudnn"), "kernel", "cudnn"),
+    "kernel_list": (lambda: attend(kernel=["auto"]), "kernel", r"\['auto'\]"),
+    "deterministic": (lambda: attend(deterministic="no"), "deterministic", "bool", "no"),
+    "return_lse": (lambda: attend(return_lse="no"), "return_lse", "bool", "no"),
+    "return_lse_explain": (lambda: sartor.explain(*inputs(), return_lse="no"), "return_lse", "bool", "no"),
+    "return_lse_flash": (lambda: flash(return_attn_probs="no"), "return_attn_probs", "bool", "no"),
     "precision": (lambda: attend(precision="fp8"), "precision", "fp8"),
-    "out_dtype": (lambda: attend(out_dtype=torch.float16), "out_dtype", "float16"),
+    "out_dtype": (lambda: attend(out_dtype=torch.float16), "out_dtype", "None or torch.float32", "float16"),
 }
 
 
@@ -166,6 +184,24 @@ def test_refused(row):
     for word in words:
         assert caught.match(rf"(?<!\w){word}" if word.isalpha() else word)
     testing.verify(*inputs(), causal=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [("causal", 1, True), ("window", (3.0, 1), (3, 1)), ("softmax_scale", True, 1), ("softcap", True, 1.0)],
+)
+def test_refused_after_an_equal_value(name, bad, good):
+    """True == 1 == 1.0, but a plan that was found for one must not admit the other."""
+    attend(**{name: good})
+    with pytest.raises((TypeError, ValueError), match=name):
+        attend(**{name: bad})
+
+
+@pytest.mark.parametrize("options", [{"causal": 1}, {"window": (3.0, 1)}, {"softmax_scale": True}])
+def test_refused_on_meta(options):
+    """The operator's route says the same."""
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        attend(every(lambda t: t.to("meta")), **options)
 
 
 def test_K09():

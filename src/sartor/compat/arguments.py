@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import re
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
+
+from sartor.checks import real
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,16 +33,7 @@ def named(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]
 
 def no_dropout(dropout_p: Any) -> None:
     """Accept 0; say that a valid probability is not supported, and that an invalid one is none."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"dropout_p must be a float, got {type(dropout_p).__name__}: {dropout_p!r}")
-    if math.isnan(dropout_p) or not 0 <= float(dropout_p) < 1:
+    if not 0 <= real("dropout_p", dropout_p) < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     if dropout_p:
         raise NotImplementedError(f"dropout_p must be 0, got {dropout_p}: no kernel here has dropout yet")
-
-
-def boolean(name: str, value: Any) -> bool:
-    """`value`, which must be a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}: {value!r}")
-    return value

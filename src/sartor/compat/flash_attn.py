@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from sartor.api import attention
-from sartor.compat.arguments import boolean, named, no_dropout
+from sartor.checks import boolean, dense
+from sartor.compat.arguments import named, no_dropout
 
 Tensor = torch.Tensor
 Window = tuple[int | None, int | None]
 Result = Tensor | tuple[Tensor, Tensor, None]
-NAMES = {"window": "window_size"}
+NAMES = {"window": "window_size", "return_lse": "return_attn_probs"}
 
 
 @named(NAMES)
@@ -42,7 +43,7 @@ def flash_attn_func(
         alibi_slopes: float32 (heads_q,) or (batch, heads_q).
         deterministic: bit-equal gradients from run to run.
         return_attn_probs: return (out, lse, None). There are no probabilities to return; lse is the natural-log
-            logsumexp, float32 (batch, heads_q, seqlen_q), and differentiable.
+            logsumexp (batch, heads_q, seqlen_q), float32 (float64 for float64 inputs), and differentiable.
 
     Returns:
         out (batch, seqlen_q, heads_q, dim).
@@ -152,7 +153,6 @@ def flash_attn_with_kvcache(
 
 
 def _check_packed(name: str, t: Any, parts: int) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: {str(t)[:60]}")
+    dense(name, t)
     if t.dim() != 5 or t.shape[2] != parts:
         raise ValueError(f"{name} must have shape (batch, seqlen, {parts}, heads, dim), got {tuple(t.shape)}")

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from sartor.api import attention
-from sartor.compat.arguments import boolean, named, no_dropout
+from sartor.checks import boolean, dense
+from sartor.compat.arguments import named, no_dropout
 
 Tensor = torch.Tensor
 NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "softmax_scale": "scale"}
@@ -45,8 +46,7 @@ def scaled_dot_product_attention(
         raise ValueError("attn_mask must be None when is_causal is True, got both attn_mask and is_causal")
     boolean("enable_gqa", enable_gqa)
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: {str(t)[:60]}")
+        dense(name, t)
         if t.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dims (..., seqlen, dim), got {t.dim()}: {tuple(t.shape)}")
     lead, q, k, v = _rank4(query, key, value, enable_gqa)
@@ -89,8 +89,7 @@ def _extra(attn_mask: Any, lead: torch.Size, lengths: tuple[int, int]) -> dict[s
     """`attn_mask` as mask or bias of rank 4."""
     if attn_mask is None:
         return {}
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask must be a torch.Tensor, got {type(attn_mask).__name__}")
+    dense("attn_mask", attn_mask)
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(f"attn_mask must be bool or float, got dtype {attn_mask.dtype}")
     name = "mask" if attn_mask.dtype == torch.bool else "bias"
