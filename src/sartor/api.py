@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from sartor import ops
-from sartor.checks import boolean
+from sartor.checks import LAYOUTS, boolean, floating, known_layout
 from sartor.device import Device
 from sartor.mods.core import Mask
 from sartor.plan import Explanation
@@ -129,20 +129,39 @@ def merge_states(
     Returns:
         out float32 and lse float32, in the same shapes. Sinks, if any, may be in one of the two only.
     """
-    if out1.shape != out2.shape or lse1.shape != lse2.shape:
-        raise ValueError(
-            f"out2 and lse2 must have the shapes of out1 {tuple(out1.shape)} and lse1 {tuple(lse1.shape)},"
-            f" got {tuple(out2.shape)} and {tuple(lse2.shape)}"
-        )
+    _check_states(out1, lse1, out2, lse2, layout)
     lse1, lse2 = lse1.float(), lse2.float()
-    top = torch.maximum(lse1, lse2)
-    base = torch.where(top == -torch.inf, 0, top)
+    top = torch.maximum(lse1, lse2).detach()  # it only shifts the exponents: its gradients cancel
+    empty = top == -torch.inf
+    base = torch.where(empty, 0, top)
     w1, w2 = torch.exp(lse1 - base), torch.exp(lse2 - base)
-    total = w1 + w2
-    share1, share2 = (torch.where(total > 0, w / total, 0)[..., None] for w in (w1, w2))
-    if layout == "bshd":
-        share1, share2 = share1.transpose(1, 2), share2.transpose(1, 2)
-    return out1.float() * share1 + out2.float() * share2, torch.log(total) + base
+    total = torch.where(empty, 1, w1 + w2)
+
+    def part(out: torch.Tensor, lse: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        seen, share = (lse != -torch.inf)[..., None], (w / total)[..., None]
+        if layout == "bshd":
+            seen, share = seen.transpose(1, 2), share.transpose(1, 2)
+        return torch.where(seen, out.float(), 0) * share  # what has seen no key adds nothing, whatever it holds
+
+    lse = torch.where(empty, -torch.inf, torch.log(total) + base)
+    return part(out1, lse1, w1) + part(out2, lse2, w2), lse
+
+
+def _check_states(out1: Any, lse1: Any, out2: Any, lse2: Any, layout: Any) -> None:
+    known_layout(layout)
+    for name, t in (("out1", out1), ("lse1", lse1), ("out2", out2), ("lse2", lse2)):
+        floating(name, t)
+        if t.device != out1.device:
+            raise ValueError(f"{name} must be on the device of out1, {out1.device}, got {t.device}")
+    if out1.dim() != 4:
+        raise ValueError(f"out1 must have 4 dims {LAYOUTS[layout]}, got {out1.dim()}: {tuple(out1.shape)}")
+    b, sq, hq = out1.shape[:3] if layout == "bshd" else out1.transpose(1, 2).shape[:3]
+    for name, t, shape in (("lse1", lse1, (b, hq, sq)), ("out2", out2, tuple(out1.shape)), ("lse2", lse2, (b, hq, sq))):
+        if tuple(t.shape) != shape:
+            raise ValueError(
+                f"{name} must have the shape {shape} that goes with out1 {tuple(out1.shape)} in layout {layout!r},"
+                f" got {tuple(t.shape)}"
+            )
 
 
 def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, ...]:

@@ -194,10 +194,39 @@ def test_lse_gradient_of_merged_halves():
     testing.check_all(found, q, k, v, dout, dlse)
 
 
-def test_merge_states_refuses():
-    out, lse = torch.zeros(2, 9, 4, 8), torch.zeros(2, 4, 9)
-    with pytest.raises(ValueError, match=r"out2.*\(2, 8, 4, 8\)"):
-        sartor.merge_states(out, lse, out[:, :8], lse)
+OUT, LSE = torch.zeros(2, 9, 4, 8), torch.zeros(2, 4, 9)
+
+
+@pytest.mark.parametrize(
+    ("states", "layout", "words"),
+    [
+        ((OUT, LSE, OUT[:, :8], LSE), "bshd", r"out2.*\(2, 8, 4, 8\)"),
+        ((OUT, LSE[:, :2], OUT, LSE[:, :2]), "bshd", r"lse1.*\(2, 4, 9\).*\(2, 2, 9\)"),
+        ((OUT, LSE, OUT, LSE), "bhsd", r"lse1.*\(2, 9, 4\).*\(2, 4, 9\)"),
+        ((OUT, LSE, OUT, LSE), "BSHD", r"layout.*'BSHD'"),
+        ((OUT[0], LSE[0], OUT[0], LSE[0]), "bshd", r"out1.*got 3"),
+        ((OUT, None, OUT, LSE), "bshd", "lse1.*NoneType"),
+        ((OUT, LSE, OUT.int(), LSE), "bshd", "out2.*int32"),
+        ((OUT, LSE, OUT, LSE.to("meta")), "bshd", "lse2.*cpu.*meta"),
+    ],
+)
+def test_merge_states_refuses(states, layout, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        sartor.merge_states(*states, layout=layout)
+
+
+def test_merge_states_gradients():
+    """Those of a direct softmax over the two; none where there is nothing in either."""
+    generator = torch.Generator().manual_seed(0)
+    out1, out2 = (torch.randn(1, 3, 2, 4, generator=generator, requires_grad=True) for _ in range(2))
+    lse1, lse2 = (torch.randn(1, 2, 3, generator=generator, requires_grad=True) for _ in range(2))
+    out, lse = sartor.merge_states(out1, lse1, out2, lse2)
+    share = torch.softmax(torch.stack([lse1, lse2]), 0).transpose(2, 3)[..., None]
+    direct = share[0] * out1 + share[1] * out2, torch.logaddexp(lse1, lse2)
+    leaves = (out1, lse1, out2, lse2)
+    found, want = (torch.autograd.grad([o.sum(), s.sum()], leaves) for o, s in ((out, lse), direct))
+    for a, b in zip((out, lse, *found), (*direct, *want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

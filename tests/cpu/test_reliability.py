@@ -472,6 +472,26 @@ def test_G10_nothing_in_one_half():
     assert equal(sartor.merge_states(*none, *none), none)
 
 
+def test_G10_a_half_without_keys_is_silent():
+    """Whatever it holds; and rows without keys in both halves have gradients of zero."""
+    q, k, v = inputs()
+    out, lse = sartor.attention(q, k, v, return_lse=True)
+    dead = torch.full_like(lse, -INF)
+    assert equal(sartor.merge_states(out, lse, torch.full_like(out, NAN), dead), (out, lse))
+    leaves = [t.requires_grad_() for t in (out.clone(), dead.clone(), torch.full_like(out, NAN), dead.clone())]
+    merged = sartor.merge_states(*leaves)
+    assert equal([t.detach() for t in merged], (torch.zeros_like(out), dead))
+    grads = torch.autograd.grad(merged, leaves, [torch.ones_like(t) for t in merged])
+    assert all((g == 0).all() for g in grads)
+
+
+def test_G10_nan_that_was_attended_to_stays():
+    out, lse = (t[:1] for t in sartor.attention(*inputs(), return_lse=True))
+    merged = sartor.merge_states(out, lse, out * NAN, lse - 1000)
+    assert merged[0].isnan().all()
+    assert sartor.merge_states(out, lse, out, lse * NAN)[1].isnan().all()
+
+
 def test_G11():
     q, k, v = inputs(sq=13)
     tiny = torch.finfo(torch.float32).tiny / 8
