@@ -63,8 +63,8 @@ def attention(
         sinks: (heads_q,): one more logit in each row's softmax denominator; differentiable.
         deterministic: bit-equal gradients from run to run, which torch.use_deterministic_algorithms asks for too. Only
             dq of 16-bit floats on Hopper, head dims 64 and 128, is not so without it.
-        return_lse: return (out, lse) with lse the natural-log logsumexp of the scores, float32 (batch, heads_q,
-            seqlen_q), differentiable.
+        return_lse: return (out, lse) with lse the natural-log logsumexp of the scores, (batch, heads_q, seqlen_q),
+            float32 (float64 for float64 inputs), differentiable.
         out_dtype: None for the inputs' dtype, or torch.float32 for unrounded partial results.
         kernel: "auto", or a family ("hopper", "fp32", "triton", "torch", ...) or one of its kernels ("fp32_forward")
             by name, which then runs or raises.
