@@ -21,7 +21,16 @@ def test_counts_of_a_test_run() -> None:
 
 
 def test_a_run_without_tests_is_a_failure() -> None:
-    assert verify.counts(ET.fromstring("<testsuites/>"))["failed"] == 1
+    skipped = "<testsuites><testcase classname='a' name='not'><skipped/></testcase></testsuites>"
+    for xml in ("<testsuites/>", skipped):
+        found = verify.counts(ET.fromstring(xml))
+        assert (found["passed"], found["failed"], found["failures"]) == (0, 1, ["no test ran"])
+
+
+def test_nothing_is_written_without_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="verify needs an NVIDIA GPU"):
+        verify.verify(tmp_path, tmp_path / "results", torch.device("cpu"), print)
+    assert not list(tmp_path.iterdir())
 
 
 def test_tests_are_run_and_counted(tmp_path: Path) -> None:
@@ -38,11 +47,20 @@ def test_check_judges_a_kernel_by_name(mode: str) -> None:
     assert check.table([row]).rows[0][-1] == "ok"
 
 
+def outcome(*failures: str, passed: int = 700) -> dict:
+    return {"passed": passed, "failed": len(failures), "skipped": 0, "failures": list(failures)}
+
+
 def test_failures_speak_against_the_kernels_they_are_about():
-    everything = set(verify.sound([], []))
+    everything = set(verify.sound(outcome(), []))
     assert {"triton_forward", "fp32_forward", "hopper_forward"} <= everything
-    assert verify.sound(["tests.gpu.test_gpu::test_dims[8]"], []) == []
-    assert set(verify.sound(["tests.gpu.test_gpu_rungs::test_budget[09]"], [])) == everything
-    left = verify.sound(["tests.gpu.test_gpu_fp32::test_errors"], [])
+    assert verify.sound(outcome("tests.gpu.test_gpu::test_dims[8]"), []) == []
+    assert set(verify.sound(outcome("tests.gpu.test_gpu_rungs::test_budget[09]"), [])) == everything
+    left = verify.sound(outcome("tests.gpu.test_gpu_fp32::test_errors"), [])
     assert set(left) == {name for name in everything if "fp32" not in name}
-    assert verify.sound(["not done after 390 s"], []) == []
+    assert verify.sound(outcome("not done after 390 s"), []) == []
+
+
+def test_no_kernel_is_sound_by_tests_that_did_not_run():
+    assert verify.sound(outcome(passed=0), []) == []
+    assert verify.sound(outcome(*["tests.gpu.test_gpu_rungs::test_budget[09]"] * verify.STOP_AT), []) == []
