@@ -93,6 +93,10 @@ def test_documents_cover_the_sequence_in_order(documents: int, seqlen: int) -> N
     ("changes", "words"),
     [
         ({"mask": "causel"}, "got 'causel'"),
+        ({"mask": "window0"}, "positive number, .* got 'window0'"),
+        ({"mask": "causal+document0"}, "positive number, .* got 'document0'"),
+        ({"mask": "prefix0"}, "positive number, .* got 'prefix0'"),
+        ({"mask": "softcap00"}, "positive number, .* got 'softcap00'"),
         ({"mode": "sideways"}, "got 'sideways'"),
         ({"heads_kv": 3}, "multiple of heads_kv"),
     ],

@@ -40,7 +40,10 @@ class Pattern:
             if match is None:
                 known = "full, causal, causal_top_left, windowN, documentN, prefixN, softcapN, alibi, bias, tensor"
                 raise ValueError(f"mask part must be one of {known}, got {part!r}")
-            found |= {k: int(v) for k, v in match.groupdict().items() if v is not None}
+            numbers = {k: int(v) for k, v in match.groupdict().items() if v is not None}
+            if 0 in numbers.values():
+                raise ValueError(f"mask part must have a positive number, as in window1024, got {part!r}")
+            found |= numbers
             if part.startswith("causal"):
                 found["causal"] = "top_left" if part.endswith("left") else "bottom_right"
             if part in ("alibi", "bias", "tensor"):
