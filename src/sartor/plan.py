@@ -5,7 +5,7 @@ Every branch of the library is here or in a kernel's `why_not`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from sartor import kernels
@@ -97,7 +97,9 @@ def _in_words(plan: Plan | None) -> str:
 
 
 def explain(p: Problem, dev: Device) -> Explanation:
-    """Why the plan for `p` is what it is; never raises Unsupported, the explanation then has no plan."""
+    """Why the plan for `p` on `dev` is what it is; never raises Unsupported, the explanation then has no plan."""
+    if not dev.is_cpu or p.device in ("meta", "cuda"):  # tensors meant to be there; other devices plan as a CPU does
+        p = replace(p, device="cpu" if dev.is_cpu else "cuda")
     refused, plan = _walk(candidates(p), p, dev)
     refused_backward, backward = _walk(plan.kernel.backwards, p, dev) if plan else ({}, None)  # type: ignore[attr-defined]
     notes = [f"{name} is copied once: its last dim is not dense" for name in p.copies]

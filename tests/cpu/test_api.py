@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sartor
 from sartor import kernels, mods, nvrtc, ops, problem, testing
-from sartor.device import ARCHITECTURES
+from sartor.device import ARCHITECTURES, CPU
 from sartor.kernels import blocked
 from sartor.mods import core
 from sartor.mods.core import resolve
@@ -113,6 +113,15 @@ def test_sinks_of_any_dtype_and_stride(dtype, kernel):
 def test_explain_for_another_device():
     q, k, v = (t.to("meta") for t in inputs(dtype=torch.bfloat16))
     assert "NVIDIA H200" in str(sartor.explain(q, k, v, device=ARCHITECTURES[90]))
+
+
+def test_explain_puts_the_tensors_on_the_device():
+    """Those that are on `meta`, or elsewhere, are meant to be there."""
+    here, meta, gpu = inputs(), [t.to("meta") for t in inputs()], ARCHITECTURES[90]
+    assert sartor.explain(*here).plan.kernel.name == "torch_cpu"
+    assert str(sartor.explain(*meta, device=CPU)) == str(sartor.explain(*here))
+    assert str(sartor.explain(*here, device=gpu)) == str(sartor.explain(*meta, device=gpu))
+    assert sartor.explain(*here, kernel="torch", device=gpu).plan is None
 
 
 def test_explain_says_why_not_another_backward():
