@@ -1,9 +1,11 @@
 """The command line: friendly errors, pure explanations, an ad-hoc bench from end to end."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import sartor
@@ -70,6 +72,37 @@ def test_explain_predicts_what_a_tuned_tile_does(monkeypatch: pytest.MonkeyPatch
     assert f"the ceilings allow {roofline.recorded(ARCHITECTURES[90]).ms(w):.3g} ms" in output
     assert "predicted" not in invoke("explain", *flags, "--mask", "document8")
     assert "predicted" not in invoke("explain", *flags, "--kernel", "triton")
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [
+        (("--heads", "32/8", "--seqlen", "1/8k"), False),  # fewer tiles than SMs
+        (("--heads", "16", "--batch", "64", "--seqlen", "1/8k"), False),  # enough, but of one row each: bound by bytes
+        (("--heads", "16", "--seqlen", "16k", "--dim", "192"), True),  # a rate above the matrix product's
+    ],
+)
+def test_explain_never_predicts_less_than_the_ceilings_allow(
+    monkeypatch: pytest.MonkeyPatch, problem: tuple[str, ...], told: bool
+) -> None:
+    monkeypatch.setattr(nvrtc, "missing", lambda: "")
+    monkeypatch.setattr(Plan, "registers", 168)
+    output = invoke("explain", "--device", "sm90", *problem)
+    floor = float(re.findall(r"the ceilings allow (\S+) ms", output)[0])
+    predicted = [float(ms) for ms in re.findall(r"predicted (\S+) ms", output)]
+    assert len(predicted) == told
+    assert all(ms >= floor for ms in predicted)
+
+
+@pytest.mark.parametrize("device", [("--device", "cpu"), ()])
+def test_explain_on_a_cpu_says_what_a_call_there_runs(device: tuple[str, ...]) -> None:
+    if not device and torch.cuda.is_available():
+        pytest.skip("plans for the GPU that is here")
+    output = invoke("explain", *device, "--dtype", "float32", "--seqlen", "64", "--dim", "16", "--mask", "causal")
+    q = torch.empty(1, 64, 16, 16)
+    assert f"forward:  {sartor.explain(q, q, q, causal=True).plan}" in output
+    assert "forward:  torch_cpu" in output
+    assert "on cpu; causal" in output
 
 
 def test_bench_lists_its_suites() -> None:

@@ -71,11 +71,20 @@ def recorded(device: Device) -> Ceilings:
 
 
 def outlook(w: Workload, plan: Plan) -> str:
-    """What a forward should take, at the rate its tile reached when it was tuned, and the least the ceilings allow."""
-    row, least = table.find(plan.kernel, plan.problem, plan.device), recorded(plan.device).ms(w)
-    words = []
-    if row and row.tflops and mask_class(plan.problem) in ("full", "band"):
-        words += [f"predicted {w.flops / row.tflops * 1e-9:.3g} ms, at the {row.tflops:.0f} TFLOP/s of its tuning row"]
+    """What a forward should take, at the rate its tile reached when it was tuned, and the least the ceilings allow.
+
+    The rate is that of many tiles, bound by their products: where tiles do not fill the GPU, or bytes take longer, it
+    predicts nothing. A product's ceiling that it passed is none.
+    """
+    p, device, ceilings, words = plan.problem, plan.device, recorded(plan.device), []
+    row = table.find(plan.kernel, p, device)
+    filled = row is not None and row.tile == plan.tile and table.blocks(p, row.tile) >= device.sm_count
+    if row and row.tflops and filled and mask_class(p) in ("full", "band"):
+        ceilings.tflops[w.dtype] = max(row.tflops, ceilings.tflops[w.dtype])
+        ms = w.flops / row.tflops * 1e-9
+        if ms >= (ceilings.ms(w) or 0.0):
+            words = [f"predicted {ms:.3g} ms, at the {row.tflops:.0f} TFLOP/s of its tuning row"]
+    least = ceilings.ms(w)
     return "; ".join(words if least is None else [*words, f"the ceilings allow {least:.3g} ms"])
 
 

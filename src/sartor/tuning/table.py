@@ -80,9 +80,13 @@ def find(spec: KernelSpec, p: Problem, dev: Device) -> Row | None:
 
 
 def _longest(p: Problem, dev: Device, tile: Tile) -> int:
-    """Queries that the busiest SM works on, a block at a time; those of a group count as one head's."""
-    blocks = math.ceil(p.seqlen_q * p.group / tile.block_m) * p.batch * p.heads_kv
-    return math.ceil(blocks / (dev.sm_count or 1)) * tile.block_m
+    """Queries that the busiest SM works on, a block at a time."""
+    return math.ceil(blocks(p, tile) / (dev.sm_count or 1)) * tile.block_m
+
+
+def blocks(p: Problem, tile: Tile) -> int:
+    """Query tiles of a problem; those of a group count as one head's."""
+    return math.ceil(p.seqlen_q * p.group / tile.block_m) * p.batch * p.heads_kv
 
 
 def lookup(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile | None, str]:
