@@ -193,13 +193,15 @@ def tune(
         import torch
 
         from sartor.lab import search
+        from sartor.lab.adhoc import number
 
+        wanted = [number(d, "dims") for d in dims.split(",")] if dims else search.DIMS
+        names = kernels.split(",") if kernels else search.KERNELS
+        for flag, given, known in (("kernels", names, search.KERNELS), ("dtypes", dtypes.split(","), search.DTYPES)):
+            if set(given) - set(known):
+                raise ValueError(f"--{flag} must be among {', '.join(known)}, got {','.join(given)!r}")
         if not torch.cuda.is_available():
             raise ValueError("tune needs an NVIDIA GPU, none is here")
-        wanted = [int(d) for d in dims.split(",")] if dims else search.DIMS
-        names = kernels.split(",") if kernels else search.KERNELS
-        if set(names) - set(search.KERNELS):
-            raise ValueError(f"--kernels must be among {', '.join(search.KERNELS)}, got {kernels!r}")
         found = {}
         for job, trials in search.search(search.jobs(wanted, dtypes.split(","), names), workers, typer.echo):
             found[job] = trials[0]

@@ -39,6 +39,25 @@ def test_version() -> None:
         (("bench", "--dim", "64", "--modes", "up"), "got 'up'"),
         (("bench", "--dim", "64", "--mask", "holes"), "got 'holes'"),
         (("bench", "--quick", "--device", "tpu"), "got 'tpu'"),
+        (("bench", "--quick", "--device", "cpu:x"), "got 'cpu:x'"),
+        (("check", "--device", "cuda:99"), "--device cuda:99: torch sees"),
+        (("bench", "--batch", "-1"), "batch must be a positive number, got -1"),
+        (("bench", "--suite", "paper", "--batch", "-1"), "--suite NAME"),
+        (("bench", "--dim", "16", "--rounds", "-1"), "rounds must be a positive number, got -1"),
+        (("bench", "--dim", "16", "--dtype", "int8"), "got 'int8'"),
+        (("bench", "--dim", "16", "--mask", "window0"), "got 'window0'"),
+        (("explain", "--batch", "1" * 30), "Overflow"),
+        (("explain", "--seqlen", "²"), "got '²'"),
+        (("explain", "--device", "sm²"), "got 'sm²'"),
+        (("explain", "--batch", "-1"), "batch must be a positive number, got -1"),
+        (("ladder", "run", "1", "--n", "0"), "seqlen_q must be a positive number, got 0"),
+        (("ladder", "show", "1", "--sass", "--arch", "5"), "rung 01 for sm_5"),
+        (("ladder", "show", "16", "--sass", "--arch", "95"), "got 95"),
+        (("report", "nowhere.md"), "nowhere.md"),
+        (("tune", "--dims", "a"), "--dims must be a positive number"),
+        (("tune", "--dtypes", "int8"), "got 'int8'"),
+        (("tune", "--kernels", "eager"), "got 'eager'"),
+        (("verify", "--device", "cpu"), "needs an NVIDIA GPU"),
         (("explain", "--dtype", "float7"), "got 'float7'"),
         (("explain", "--device", "sm33"), "got 'sm33'"),
         (("explain", "--heads", "8/3"), "multiple"),
@@ -48,7 +67,8 @@ def test_version() -> None:
 def test_wrong_flags_are_refused_in_one_line(args: tuple[str, ...], words: str) -> None:
     output = invoke(*args, code=2)
     assert words in output
-    assert "Traceback" not in output
+    assert output.startswith("error: ")
+    assert output.count("\n") == 1
 
 
 def test_explain_plans_for_an_architecture_that_is_not_here() -> None:

@@ -99,6 +99,8 @@ def test_documents_cover_the_sequence_in_order(documents: int, seqlen: int) -> N
         ({"mask": "softcap00"}, "positive number, .* got 'softcap00'"),
         ({"mode": "sideways"}, "got 'sideways'"),
         ({"heads_kv": 3}, "multiple of heads_kv"),
+        ({"heads_kv": 0}, "heads_kv must be a positive number, got 0"),
+        ({"batch": -1}, "batch must be a positive number, got -1"),
     ],
 )
 def test_wrong_workloads_are_refused_in_words(changes: dict, words: str) -> None:

@@ -20,7 +20,7 @@ def number(text: str, flag: str) -> int:
     """`4k` is 4096."""
     scale = 1024 if text.lower().endswith("k") else 1
     digits = text[:-1] if scale == 1024 else text
-    if not digits.isdigit() or int(digits) == 0:
+    if not digits.isdecimal() or int(digits) == 0:
         raise ValueError(f"--{flag} must be a positive number such as 512 or 4k, got {text!r}")
     return int(digits) * scale
 
@@ -35,7 +35,7 @@ def pair(text: str, flag: str) -> tuple[int, int]:
 
 def suite(name: str, quick: bool, device: torch.device, batch: int, flags: dict[str, str]) -> Suite:
     """The suite asked for: by name, the quick one of this machine, or one made of ad-hoc flags."""
-    asked = [bool(name), quick, bool(flags) or batch > 0]
+    asked = [bool(name), quick, bool(flags) or batch != 0]
     if sum(asked) != 1:
         raise ValueError("say one of --suite NAME, --quick, or ad-hoc flags such as --dim 64 --seqlen 1k")
     if quick:
@@ -89,10 +89,10 @@ def walk(batch: int, sizes: tuple[str, str, str], dtype: str, mask: str, kernel:
 
 def _target(name: str) -> Device:
     if name.startswith("sm"):
-        arch = int(name[2:].lstrip("_") or 0) if name[2:].lstrip("_").isdigit() else 0
-        if arch not in ARCHITECTURES:
-            raise ValueError(f"--device must be among {', '.join(f'sm{a}' for a in ARCHITECTURES)}, got {name!r}")
-        return ARCHITECTURES[arch]
+        known = {f"sm{arch}": device for arch, device in ARCHITECTURES.items()}
+        if name.replace("_", "") not in known:
+            raise ValueError(f"--device must be among {', '.join(known)}, got {name!r}")
+        return known[name.replace("_", "")]
     if name in ("", "cuda") and torch.cuda.is_available():
         return Device.of(torch.device("cuda"))
     if name not in ("", "cpu"):

@@ -61,6 +61,8 @@ def _product(family: str, w: Workload, arch: int) -> Build:
     from sartor.plan import choose
     from sartor.problem import Call, Problem
 
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"the architecture must be among {', '.join(map(str, ARCHITECTURES))}, got {arch}")
     q, k, v = (t.transpose(1, 2) for t in meta(w))
     plan = choose(Problem.of(Call(q, k, v, causal=bool(w.pattern.causal), kernel=family)), ARCHITECTURES[arch])
     spec: Any = plan.kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,12 @@ RecordFlag = Annotated[bool, typer.Option("--record", help="write to benchmarks/
 
 @contextmanager
 def friendly() -> Iterator[None]:
-    """A wrong value is the caller's mistake: one line, exit code 2, no traceback."""
+    """A wrong value, or a file that is not there, is the caller's mistake: one line, exit code 2, no traceback."""
     try:
         yield
-    except (ValueError, TypeError) as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
+    except (ValueError, TypeError, OSError) as error:
+        line, *_ = str(error).split("\n")
+        typer.secho(f"error: {line}", fg="red", err=True)
         raise typer.Exit(2) from None
 
 
@@ -32,10 +34,11 @@ def device_of(name: str) -> torch.device:
     import torch
 
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name.split(":")[0] not in ("cpu", "cuda"):
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if match is None:
         raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch sees no NVIDIA GPU here")
+    if name != "cpu" and int(match[1] or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count() or 'no'} NVIDIA GPU here")
     return torch.device(name)
 
 

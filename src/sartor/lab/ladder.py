@@ -16,6 +16,8 @@ from sartor.lab.rung import Rung
 from sartor.lab.tables import NONE, Table, number
 from sartor.lab.workloads import Workload
 
+REFUSALS = (nvrtc.CompileError, ImportError, Unsupported, ValueError)  # of `build`
+
 
 @cache
 def load() -> tuple[Rung, ...]:
@@ -79,10 +81,18 @@ def resources(shown: tuple[Rung, ...], arch: int = 90) -> Table:
         for dim in rung.dims:
             try:
                 figures = _figures(build(rung, workload(rung, (8, 8, 4096), dim), arch))
-            except (nvrtc.CompileError, ImportError, Unsupported, ValueError) as error:
+            except REFUSALS as error:
                 figures = [str(error).splitlines()[-1].strip(), *[NONE] * 4]
             made.rows.append([rung.number, str(dim), *figures])
     return made
+
+
+def sass(rung: Rung, w: Workload, arch: int) -> str:
+    """Machine code of a rung for a problem. Raises ValueError where there is none."""
+    try:
+        return build(rung, w, arch).sass()
+    except REFUSALS as error:
+        raise ValueError(f"rung {rung.number} for sm_{arch}: {str(error).splitlines()[-1].strip()}") from None
 
 
 def _figures(made: Build) -> list[str]:

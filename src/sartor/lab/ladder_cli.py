@@ -107,7 +107,6 @@ def show(
 
     from sartor.lab import ladder as rungs
     from sartor.lab import views
-    from sartor.lab.compiled import build
 
     console = views.console()
     with friendly():
@@ -115,7 +114,7 @@ def show(
         if resources:
             console.print(rungs.resources((rung,), arch).rich())
         elif sass:
-            typer.echo(build(rung, rungs.workload(rung, (1, 8, 4096), dim, "", causal), arch).sass())
+            typer.echo(rungs.sass(rung, rungs.workload(rung, (1, 8, 4096), dim, "", causal), arch))
         else:
             console.print(rungs.words(rung), highlight=False)
             console.print(Syntax(rung.code, "cuda" if rung.is_cuda else "python", background_color="default"))

@@ -28,6 +28,7 @@ from sartor.lab.timing import Budget, interleave
 from sartor.problem import Call, Problem, aux_values
 
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+DTYPES = ("float16", "bfloat16", "float32")
 TRITON = tuple(f"{family}_{pass_}" for family in ("triton", "fp32") for pass_ in ("forward", "backward"))
 HOPPER = ("hopper_forward", "hopper_fp32")
 KERNELS = (*HOPPER, *TRITON)

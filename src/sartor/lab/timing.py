@@ -36,6 +36,10 @@ class Budget:
     warmup_ms: float = 25.0
     max_s: float = 6.0
 
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be a positive number, got {self.rounds}")
+
 
 @dataclass
 class Timing:

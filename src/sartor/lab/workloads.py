@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from sartor.problem import DTYPES, name_of
+
 MODES = ("fwd", "bwd", "fwd_bwd", "decode")
+SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim", "dim_v")
 FACTORS = {"fwd": 1.0, "decode": 1.0, "bwd": 2.5, "fwd_bwd": 3.5}  # matrix products: 2, 5, 7
 PARTS = re.compile(
     r"full|causal|causal_top_left|window(?P<window>\d+)|document(?P<document>\d+)"
@@ -105,8 +108,11 @@ class Workload:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"dtype must be a torch dtype such as bfloat16, got {self.dtype!r}")
+        if getattr(torch, self.dtype, None) not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(name_of, DTYPES))}, got {self.dtype!r}")
+        for size in SIZES:
+            if getattr(self, size) < 1:
+                raise ValueError(f"{size} must be a positive number, got {getattr(self, size)}")
         if self.heads_q % self.heads_kv:
             raise ValueError(f"heads_q must be a multiple of heads_kv, got {self.heads_q} and {self.heads_kv}")
         _ = self.pattern
