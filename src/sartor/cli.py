@@ -144,7 +144,7 @@ def _bench(
 @app.command()
 def plot(
     suite: str,
-    device: Annotated[str, typer.Option(help="folder name: h200, cpu")] = "cpu",
+    device: Annotated[str, typer.Option(help="folder name: h200, cpu; by default that of the newest records")] = "",
     out: OutFlag = Path("results"),
     record: Annotated[bool, typer.Option("--record", help="read and write benchmarks/results")] = False,
 ) -> None:
@@ -152,11 +152,8 @@ def plot(
     from sartor.lab import records, suites, views
 
     with friendly():
-        folder = (results_folder() if record else out) / device
-        found = records.latest(records.read(folder / f"{suite}.jsonl"))
-        if not found:
-            raise ValueError(f"no record in {folder / suite}.jsonl")
-        for path in views.draw(found, suites.load(suite), folder):
+        file = records.newest(results_folder() if record else out, suite, device)
+        for path in views.draw(records.latest(records.read(file)), suites.load(suite), file.parent):
             typer.echo(str(path))
 
 

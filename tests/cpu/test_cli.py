@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Plan
 from sartor.lab import roofline
 from sartor.lab.adhoc import number, pair
+from sartor.lab.flags import results_folder
 from sartor.lab.workloads import Workload
 from sartor.tuning import table
 
@@ -135,6 +137,15 @@ def test_bench_writes_records_and_prints_the_command_again(tmp_path: Path) -> No
     assert "vs sdpa" in output
     assert len((tmp_path / "cpu" / "adhoc.jsonl").read_text().splitlines()) == 2 + 4 * 2
     assert (tmp_path / "cpu" / "adhoc-fwd-float32.png").is_file()
+
+
+def test_plot_draws_the_newest_records_of_a_suite(tmp_path: Path) -> None:
+    """Wherever they were measured."""
+    (tmp_path / "h200").mkdir()
+    shutil.copy(results_folder() / "h200" / "head-dims.jsonl", tmp_path / "h200")
+    found = invoke("plot", "head-dims", "--out", str(tmp_path)).split()
+    assert found == [str(tmp_path / "h200" / "head-dims-tflops.png")]
+    assert Path(found[0]).is_file()
 
 
 @pytest.mark.parametrize(("text", "value"), [("512", 512), ("1k", 1024), ("16K", 16384)])

@@ -184,6 +184,15 @@ def read(path: Path) -> list[Record]:
     return [Record.from_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
+def newest(results: Path, suite: str, device: str = "") -> Path:
+    """The file of a suite's records on a device, or on the one that has the newest. ValueError where there is none."""
+    files = [folder / f"{suite}.jsonl" for folder in ([results / device] if device else results.glob("*"))]
+    found = [(max(r.time for r in records), file) for file in files if (records := latest(read(file)))]
+    if not found:
+        raise ValueError(f"no record in {results / (device or '*') / suite}.jsonl")
+    return max(found)[1]
+
+
 def latest(records: list[Record]) -> list[Record]:
     """For each mode, the records of the last run that has it, with that run's ceilings: these may be compared with each
     other."""
