@@ -89,6 +89,18 @@ def test_replacing_keeps_only_the_last_run_of_a_mode(tmp_path: Path, fast_ceilin
     assert {r.run_id for r in found} == {last[0].run_id}
 
 
+def test_the_newest_records_of_a_suite_are_found(tmp_path: Path) -> None:
+    for device, time in (("a100", "2025-12-01"), ("h200", "2026-01-01"), ("l40s", "2024-01-01")):
+        (tmp_path / device).mkdir()
+        (tmp_path / device / "paper.jsonl").write_text(record(time=time).to_json() + "\n")
+    (tmp_path / "cpu").mkdir()
+    assert records.newest(tmp_path, "paper") == tmp_path / "h200" / "paper.jsonl"
+    assert records.newest(tmp_path, "paper", "a100") == tmp_path / "a100" / "paper.jsonl"
+    for suite, device in (("paper", "cpu"), ("small", "")):
+        with pytest.raises(ValueError, match="no record"):
+            records.newest(tmp_path, suite, device)
+
+
 def test_ceilings_stay_with_the_run_they_belong_to(tmp_path: Path, fast_ceilings: None) -> None:
     forward = measured(suite(SMALL, who=("eager",)), tmp_path)[0].run_id
     backward = measured(suite(replace(SMALL, mode="bwd"), who=("eager",)), tmp_path)[0].run_id
@@ -183,6 +195,14 @@ def test_head_dims_table_gives_the_line_between_powers_of_two() -> None:
     assert cells["D"] == "96"
     assert (cells["FLOPs saved"], cells["smem saved"]) == ("25 %", "25 %")
     assert (cells["time / padded"], cells["time / line"]) == ("0.80", "1.07")
+
+
+def test_head_dims_table_has_the_ratio_to_every_rival() -> None:
+    times = {"sartor": 2.0, "sartor:triton": 3.0, "sdpa-flash": 5.0, "sdpa-cudnn": 3.0}
+    table = tables.head_dims([record(provider=name, ms=ms) for name, ms in times.items()], "sdpa-cudnn")
+    cells = dict(zip(table.headers, table.rows[0], strict=True))
+    ratios = [cell for cell in cells.items() if cell[0].startswith("vs")]
+    assert ratios == [("vs sdpa-cudnn", "1.50x"), ("vs sdpa-flash", "2.50x")]
 
 
 def test_visited_table_compares_masks_by_the_tiles_they_touch() -> None:

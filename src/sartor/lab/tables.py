@@ -253,21 +253,22 @@ def _visited(r: Record) -> float:
 
 def head_dims(records: list[Record], baseline: str, verified: Verified = lambda r: True) -> Table:
     """What an exact fit to the head dim saves: against padding to a power of two, and against the neighbours' line."""
-    table = Table(
-        "", ["D", "sartor ms / TFLOP/s", f"{baseline} ms / TFLOP/s", f"vs {baseline}", "padded to", "FLOPs saved",
-             "bytes saved", "smem saved", "time / padded", "time / line", "max diff", "cosine"], [],
-    )  # fmt: skip
     pivot = Pivot.of(records)
-    table.title = f"Head dims ({pivot.constant})"
+    rivals = [baseline, *(name for name in pivot.providers if name != baseline and not name.startswith("sartor"))]
+    table = Table(
+        f"Head dims ({pivot.constant})",
+        ["D", "sartor ms / TFLOP/s", f"{baseline} ms / TFLOP/s", *(f"vs {name}" for name in rivals), "padded to",
+         "FLOPs saved", "bytes saved", "smem saved", "time / padded", "time / line", "max diff", "cosine"], [],
+    )  # fmt: skip
     reasons: dict[str, None] = {}
     ours = {cells["sartor"].dim: cells["sartor"] for cells in pivot.rows if "sartor" in cells}
     for cells in pivot.rows:
         if "sartor" not in cells:
             continue
-        r, other = cells["sartor"], cells.get(baseline)
+        r = cells["sartor"]
         table.rows.append([
-            str(r.dim), _speed_cell(r, reasons, verified), _speed_cell(other, reasons, verified),
-            _ratio(other.ms if other else None, r.ms), *_savings(r, ours),
+            str(r.dim), _speed_cell(r, reasons, verified), _speed_cell(cells.get(baseline), reasons, verified),
+            *(_ratio(cells[name].ms if name in cells else None, r.ms) for name in rivals), *_savings(r, ours),
             NONE if r.err_max is None else f"{r.err_max:.1e}", NONE if r.cos_sim is None else f"{r.cos_sim:.7f}",
         ])  # fmt: skip
     table.notes = [
