@@ -29,6 +29,7 @@ class TorchCpu:
     name = "torch_cpu"
     family = "torch"
     backwards: tuple[str, ...] = ("torch_cpu_backward", "blocked_backward")
+    any_layout = True
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """Sentences, one for each thing that PyTorch's kernel lacks or gets wrong."""
@@ -54,11 +55,11 @@ class TorchCpu:
         """Its tiles are PyTorch's own."""
         return ()
 
-    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and lse."""
-        p = plan.problem
+    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """out, in the layout of `x`, and lse if it is wanted."""
+        p, given = plan.problem, x.layout == "bhsd"  # as PyTorch takes it
         is_causal = p.program == CAUSAL
-        q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+        q, k, v = (x.q, x.k, x.v) if given else (t.transpose(1, 2) for t in (x.q, x.k, x.v))
         repair = is_causal and not finite(v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, torch.where(v.isfinite(), v, 0) if repair else v, 0.0, is_causal, scale=p.softmax_scale
@@ -68,7 +69,7 @@ class TorchCpu:
         if not bool(lse.all()):  # as of a row of NaN scores, 0; if it is one, so is its score of the first key
             lost = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)).isnan()
             out, lse = torch.where(lost, torch.nan, out), torch.where(lost[..., 0], torch.nan, lse)
-        return out.transpose(1, 2), lse.contiguous()
+        return out if given else out.transpose(1, 2), lse.contiguous() if x.lse else None
 
 
 class TorchCpuBackward:
