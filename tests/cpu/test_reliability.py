@@ -676,9 +676,11 @@ def test_J06(options, dtype):
         t.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         out = sartor.attention(q, k, v, **options)
-        grads = torch.autograd.grad(out.float().sum(), (q, k, v))
+        inside = torch.autograd.grad(out.float().sum(), (q, k, v), retain_graph=True)
     assert out.dtype == torch.bfloat16
+    grads = torch.autograd.grad(out.float().sum(), (q, k, v))
     assert all(g.dtype == dtype and g.isfinite().all() for g in grads)
+    assert all(map(torch.equal, inside, grads))
 
 
 def test_J07():
