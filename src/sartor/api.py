@@ -128,6 +128,10 @@ def merge_states(
 
     Returns:
         out float32 and lse float32, in the same shapes. Sinks, if any, may be in one of the two only.
+
+    Raises:
+        TypeError: an argument is no dense tensor of floats.
+        ValueError: `layout` is unknown, or shapes or devices do not go with those of `out1`.
     """
     _check_states(out1, lse1, out2, lse2, layout)
     lse1, lse2 = lse1.float(), lse2.float()

@@ -21,7 +21,7 @@ import sartor
 from sartor import kernels, nvrtc
 from sartor.device import Device
 from sartor.lab import header
-from sartor.lab.workloads import Workload
+from sartor.lab.workloads import Inputs, Workload
 
 FOLDER = Path(__file__).parent / "rungs"
 ENTRY, SIGNATURE = "rung", "PPPPPiif"  # q, k, v, out, workspace, batch * heads, n, softmax_scale
@@ -160,8 +160,8 @@ def _kernel(binary: nvrtc.Binary, block: int, shared: int) -> nvrtc.Kernel:
 
 def meta(w: Workload) -> list[torch.Tensor]:
     """q, k, v of a workload without data."""
-    shape = (w.batch, w.heads_q, w.seqlen_q, w.dim)
-    return [torch.empty(shape, dtype=w.torch_dtype, device="meta") for _ in range(3)]
+    x = Inputs.without_data(w)
+    return [x.q, x.k, x.v]
 
 
 @cache
