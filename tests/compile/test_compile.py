@@ -146,9 +146,10 @@ ELSEWHERE = [
 @pytest.mark.parametrize(("arch", "dim", "mask", "kernel"), ELSEWHERE)
 def test_first_tile_of_other_architectures(arch, dim, mask, kernel):
     """What a GPU without a tuning table runs: tensor cores, within its shared memory."""
-    if arch == 100 and mask == "band" and triton.__version__ == "3.6.0":
-        pytest.xfail("Triton 3.6.0 fails on masked kernels for sm_100 (parent layout must have at least rank >= 2)")
     call, device = call_of(dim, mask), ARCHITECTURES[arch]
+    if arch == 100 and mask == "band" and launch.version() == (3, 6):
+        assert "another Triton" in kernels.load(kernel).why_not(Problem.of(call), device)[0]
+        return
     tile = next(iter(kernels.load(kernel).tiles(Problem.of(call), device)))
     steps = launches(kernel, call, tile, arch)
     for name in HOT:

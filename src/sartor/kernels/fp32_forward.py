@@ -89,7 +89,7 @@ class Fp32Forward(TritonForward):
         halves = replace(x, q=pairs["q"].data, k=pairs["k"].data, v=pairs["v"].data)
         first = self.step("forward", plan, tile, halves, results)
         chunks = tiles.chunks(p.dim_v, widest(p.dim_v))
-        first = first.changed(units=split.units(pairs), PRECISION="pairs", CHUNKS_V=chunks)
+        first = first.changed(units=split.units(pairs), PRECISION="pairs", CHUNKS_V=chunks, **regained(p))
         splits = [split.step(name, getattr(x, name), pair, name == "v") for name, pair in pairs.items()]
         return [*splits, first, *self.again(plan, x, results)]
 
@@ -113,6 +113,12 @@ class Fp32Forward(TritonForward):
     def pairs(self, x: Operands) -> dict[str, Any]:
         """Room for the pairs of q, k and v."""
         return {"q": split.allocate(x.q), "k": split.allocate(x.k), "v": split.allocate(x.v)}
+
+
+def regained(p: Problem) -> dict[str, Any]:
+    """Arguments of a launch on pairs: the scale of scores, with what tensor cores cut off them."""
+    scale = p.softmax_scale * split.regained(p.dim)
+    return {"scale": scale, "factor": launch.factor(p, scale)}
 
 
 def exact(p: Problem) -> dict[str, Any]:

@@ -6,8 +6,9 @@ marked, and computed again with care at the end (`hopper_repair.cuh`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from struct import Struct
 from typing import Any, Protocol
@@ -27,6 +28,9 @@ SIGNATURE = "TTMMMPPPPqqqiiiiiiiff"  # of the kernel, before the aux values
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
 MANY = 4096  # more queries and keys than these make two blocks one cluster
+STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
+STEP_WIDE = STEP | {1: 1.4}  # of head dims beyond 128
+MASKED = 0.75  # of the rounds of full tiles, what those under a mask take; the longest takes its own time
 MARKS = 4  # where they begin in the workspace, after the scheduler's counters
 
 
@@ -57,6 +61,10 @@ class HopperForward:
             most = 192 if m.groups < 3 else 108 if not plain else 132 if m.mask < 2 else 120
             if m.accumulators + 8 * len(m.near) <= most and m.shared_bytes <= launch.room(dev):
                 yield m.tile
+
+    def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
+        """The tile with fewer queries, where few tiles leave SMs idle."""
+        return suited(Measure.of(p, tile), dev)
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory a block takes."""
@@ -142,6 +150,18 @@ def paired(p: Problem) -> bool:
     return mask_class(p) == "band" and min(p.seqlen_q, p.seqlen_kv) > MANY
 
 
+def suited(m: Measure, dev: Device) -> Tile:
+    """The tile of a measure with fewer queries, where few tiles leave SMs idle. Its keys stay, and with them every result."""
+    heads, sms, step = m.p.batch * m.p.heads_kv, dev.sm_count, STEP if max(m.dim, m.dim_v) <= 128 else STEP_WIDE
+
+    def time(groups: int) -> float:
+        rounds = -(-m.slices // groups) * heads / (sms or 1)
+        return step[groups] * (math.ceil(rounds) if m.p.program.keep is None else max(MASKED * rounds, 1.0))
+
+    groups = min(range(m.groups, 0, -1), key=time) if sms else m.groups
+    return replace(m.tile, block_m=64 * groups, warps=4 * (groups + 1))
+
+
 def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
     """(consumer warpgroups, keys a tile, stages), best guess first."""
     wide, odd = max(p.dim, p.dim_v), p.dim % 16 > 0 or p.dim_v % 16 > 0  # odd: rows that do not start on 32 bytes
@@ -206,6 +226,11 @@ class Measure:
     def marks(self) -> int:
         """Warps' shares of tiles, 16 of 64 queries of a head, that may need repair."""
         return 4 * self.p.batch * self.p.heads_q * -(-self.p.seqlen_q // 64)
+
+    @property
+    def slices(self) -> int:
+        """Parts of 64 rows that the queries of a key head's heads make."""
+        return -(-self.p.seqlen_q // self.rows) * -(-self.p.group // (64 // self.rows))
 
     @property
     def steps(self) -> int:
@@ -335,18 +360,15 @@ class Ready:
         p, m = plan.problem, Measure.of(plan.problem, plan.tile)  # type: ignore[arg-type]
         tensors = (allocate_out(p, x.q, x.layout), _padded(x.q), _padded(x.k), _padded(x.v))
         out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
-        slices = -(-p.seqlen_q // m.rows) * -(-p.group // (64 // m.rows))
-        tiles_head = -(-slices // (m.groups * m.cluster))  # of a cluster
+        tiles_head = -(-m.slices // (m.groups * m.cluster))  # of a cluster
         tiles = tiles_head * p.heads_kv * p.batch
-        plain = p.program.score is None and p.softmax_scale > 0
-        factor = p.softmax_scale * launch.LOG2_E if plain else launch.LOG2_E
         shape = (*launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv)
         letters, sms = expressions.signature(p.program), plan.device.sm_count or 1
         kernel = nvrtc.Kernel(binary, "hopper_forward", SIGNATURE + letters, 128 * (m.groups + 1), m.shared_bytes)
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n // m.cluster, 1)
         reads = any(isinstance(value, torch.Tensor) for value in x.aux)
-        numbers = (*shape, tiles_head, tiles, section(p), factor, p.softmax_scale)
+        numbers = (*shape, tiles_head, tiles, section(p), launch.factor(p, p.softmax_scale), p.softmax_scale)
         return cls(
             p, kernel, m.cluster * min(tiles, sms // m.cluster),
             numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,

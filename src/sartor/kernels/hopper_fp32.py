@@ -6,7 +6,6 @@ queries that pairs do not do, and those of `fp32_forward` over what is marked.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +27,6 @@ if launch.available():
 SIGNATURE = "MMPqqqPqqqPqqqPPPPPPPPqqqiiiiiiiifff"  # of the kernel, before the aux values
 MAX_DIM_V = 128
 FEW_TILES = 8  # a head's query tiles that use up its keys faster than two warps a block split them
-STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
 SECTION_HEADS = 4  # that are worked on at the same time, at least
 
 
@@ -60,16 +58,8 @@ class HopperFp32:
                         yield m.tile
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
-        """The tile with fewer queries, where few tiles leave SMs idle. Its keys stay, and with them every result."""
-        slices, heads, sms = -(-p.seqlen_q // 64) * p.group, p.batch * p.heads_kv, dev.sm_count
-
-        def time(groups: int) -> float:
-            rounds = -(-slices // groups) * heads / (sms or 1)
-            return STEP[groups] * (math.ceil(rounds) if p.program.keep is None else max(rounds, 1.0))
-
-        most = tile.block_m // 64
-        groups = min(range(most, 0, -1), key=time) if sms else most
-        return replace(tile, block_m=64 * groups, warps=4 * (groups + 1))
+        """The tile with fewer queries, where few tiles leave SMs idle."""
+        return hopper_forward.suited(Measure.of(p, tile), dev)
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory a block takes."""
@@ -202,17 +192,16 @@ class Ready:
         """Everything the launches of a plan need."""
         p, m = plan.problem, Measure.of(plan.problem, plan.tile)  # type: ignore[arg-type]
         sms = plan.device.sm_count or 1
-        tiles_head = -(-(-(-p.seqlen_q // 64) * p.group) // m.groups)
+        tiles_head = -(-m.slices // m.groups)
         tiles = tiles_head * p.heads_kv * p.batch
         items = 2 * p.batch * p.heads_kv * -(-p.seqlen_kv // m.block_n)
         first = items if tiles_head < FEW_TILES else min(items, 4 * sms)
         section = max(SECTION_HEADS, (32 << 20) // (4 * p.seqlen_kv * (p.dim + p.dim_v)))  # 32 MB of keys and values
         of_k = (p.batch, p.seqlen_kv, p.heads_kv)
-        plain = p.program.score is None and p.softmax_scale > 0
-        factor = p.softmax_scale * launch.LOG2_E if plain else launch.LOG2_E
+        scale = p.softmax_scale * split.regained(p.dim)
         numbers = (
             *launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, tiles_head, tiles, section, first,
-            factor, p.softmax_scale, noise(p),
+            launch.factor(p, scale), scale, noise(p),
         )  # fmt: skip
         kernel = nvrtc.Kernel(
             binary, "hopper_fp32", SIGNATURE + expressions.signature(p.program), 128 * (m.groups + 1), m.shared_bytes

@@ -13,7 +13,8 @@
 //
 // The measure, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH, WIDTH_V
 // (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it take as many
-// registers as the result), STAGES_X, STAGES_Y, MASK (0 none, 1 an interval a row), SINKS.
+// registers as the result), STAGES_X, STAGES_Y, MASK (0 none, 1 an interval a row), SINKS, REGAINED (what dp is
+// multiplied with, for what was cut off it: parts/split.py).
 #pragma once
 #include "cuda/wgmma.cuh"
 
@@ -292,7 +293,7 @@ struct Consumer : Worker {
   }
 
   DEVICE void run() {
-    hx = unit_held(task, task.t.unit_hx), hy = unit_held(task, task.t.unit_hy);
+    hx = unit_held(task, task.t.unit_hx), hy = unit_held(task, task.t.unit_hy) * REGAINED;
     UNROLL for (int i = 0; i < DIM / 2; i++) dx[i] = 0.f;
     if (KEYS) {
       UNROLL for (int i = 0; i < DIM_V / 2; i++) dy[i] = 0.f;

@@ -24,7 +24,7 @@ from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.problem import Problem
 
 if launch.available():
-    from sartor.kernels.parts import codegen
+    from sartor.kernels.parts import codegen, split
 
 SIGNATURE = "MMMMPPPPPPPPPqqqPqqqPiiiifff"  # of the kernels, before the aux values
 DIMS = range(17, 129)  # the wider of the two: registers hold no more, and less is hardly work for a tensor core
@@ -134,7 +134,7 @@ class Measure:
             "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": dim, "DIM_V": dim_v, "COLUMNS": p.dim,
             "COLUMNS_V": p.dim_v, "WIDTH": width, "WIDTH_V": width_v, "PARTS_X": parts_x, "PARTS_Y": parts_y,
             "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": int(p.program.keep is not None),
-            "SINKS": int(p.sinks), "BLOCK": 64,
+            "SINKS": int(p.sinks), "BLOCK": 64, "REGAINED": f"{split.regained(p.dim_v)!r}f",
         }  # fmt: skip
 
     def compile(self) -> nvrtc.Binary:
@@ -167,7 +167,10 @@ class Ready:
         names = ("k", "v", "q", "dout") if keys else ("q", "dout", "k", "v")
         return cls(
             m, kernel, batch * heads * -(-length // (64 * groups)), {n: maps(*tensors[n]) for n in names},
-            (p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, p.softmax_scale * launch.LOG2_E, p.softmax_scale, noise(p)),
+            (
+                p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv,
+                p.softmax_scale * split.regained(p.dim) * launch.LOG2_E, p.softmax_scale, noise(p),
+            ),
         )  # fmt: skip
 
     def start(self, x: Operands, pairs: dict[str, Any], work: dict[str, torch.Tensor]) -> None:

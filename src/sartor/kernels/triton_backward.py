@@ -31,6 +31,8 @@ if launch.available():
     from sartor.kernels.parts.bounds import tile_bounds, valid
     from sartor.kernels.parts.maths import LOG2_E
 
+    SECTION = tl.constexpr(16)  # heads of which, under a mask, the longest tiles come first
+
     @triton.jit
     def _row(head, seqlen_q):
         """Where a head's rows begin in delta and lse_log2: on 64 bytes, so that loads can be wide."""
@@ -76,7 +78,8 @@ if launch.available():
     def _gradient_tile(
         s, dp, units, lse, delta, gain, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
-        MASKED: tl.constexpr, BOUNDED: tl.constexpr, SAFE: tl.constexpr, GAINS: tl.constexpr,
+        MASKED: tl.constexpr, BOUNDED: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, SAFE: tl.constexpr,
+        GAINS: tl.constexpr,
     ):  # fmt: skip
         """(weights, d score, d raw score, keep) of a tile, to which q, kv, lse, delta and gain are broadcastable.
 
@@ -84,9 +87,9 @@ if launch.available():
         of what the mask hides.
         """
         if PRESCALE:
-            s = products.times(s, units[0], units[1], PRECISION) * scale
+            s = products.times_regained(s, units[0], units[1], DIM, PRECISION) * scale
         else:
-            factor = products.times(factor, units[0], units[1], PRECISION)
+            factor = products.times_regained(factor, units[0], units[1], DIM, PRECISION)
         x = s
         query, key = valid(q, seqlen_q, BOUNDED), valid(kv, seqlen_kv, BOUNDED)
         if SCORE is not None:
@@ -110,7 +113,7 @@ if launch.available():
         w = tl.exp2(tl.minimum(x * factor - lse, most, propagate_nan=tl.PropagateNan.ALL))
         if GAINS == "given":
             w = w * gain
-        ds = w * (products.times(dp, units[2], units[3], PRECISION) - delta)
+        ds = w * (products.times_regained(dp, units[2], units[3], DIM_V, PRECISION) - delta)
         draw = ds
         if DSCORE is not None:
             draw = ds * DSCORE(s, b, h, query, key, aux)
@@ -160,7 +163,7 @@ if launch.available():
             w, ds, draw, keep = _gradient_tile(
                 s, dp, (k_unit, q_unit, v_unit, dout_unit), lse[None, :], delta[None, :], gain, partial, b, h,
                 (start + o_m)[None, :], kv[:, None], aux, seqlen_q, seqlen_kv, scale, factor,
-                KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED, SAFE, GAINS,
+                KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED, DIM, DIM_V, SAFE, GAINS,
             )  # fmt: skip
             if SAFE:
                 dv = tiles.add_attended(
@@ -242,7 +245,9 @@ if launch.available():
         GAINS: tl.constexpr,
     ):  # fmt: skip
         """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
-        base, begin, end, step = marks.share(tl.cdiv(seqlen_kv, BLOCK_N) * (heads_q // group) * batch, AGAIN)
+        base, begin, end, step = marks.share(
+            tl.cdiv(seqlen_kv, BLOCK_N), heads_q // group * batch, AGAIN, 0 if KEEP is None else SECTION
+        )  # fmt: skip
         for i in tl.range(begin, end, step, num_stages=1):
             if marks.wanted(bad_kv_ptr + base + i, AGAIN):
                 _dkdv_tile(
@@ -283,7 +288,7 @@ if launch.available():
             w, ds, draw, keep = _gradient_tile(
                 s, dp, (q_unit, k_unit, dout_unit, v_unit), rows_lse[:, None], delta[:, None], None, partial, b, h,
                 q_rows[:, None], (start + o_n)[None, :], aux, seqlen_q, seqlen_kv, scale, factor,
-                KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED, SAFE, GAINS,
+                KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED, DIM, DIM_V, SAFE, GAINS,
             )  # fmt: skip
             if GAINS is not None:
                 total += tl.sum(w, 1)
@@ -364,7 +369,9 @@ if launch.available():
         GAINS: tl.constexpr,
     ):  # fmt: skip
         """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
-        base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M) * heads_q * batch, AGAIN)
+        base, begin, end, step = marks.share(
+            tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, AGAIN, 0 if KEEP is None else SECTION
+        )  # fmt: skip
         for i in tl.range(begin, end, step, num_stages=1):
             if marks.wanted(bad_q_ptr + base + i, AGAIN):
                 _dq_tile(
@@ -437,7 +444,7 @@ if launch.available():
             w, ds, draw, keep = _gradient_tile(
                 s, dp, (1, 1, 1, 1), lse[:, None], delta[:, None], gain, True, b, h, q_rows[:, None], kv[None, :], aux,
                 seqlen_q, seqlen_kv, scale, factor,
-                KEEP, SCORE, DSCORE, PRESCALE, PRECISION, True, BOUNDED, True, GAINS,
+                KEEP, SCORE, DSCORE, PRESCALE, PRECISION, True, BOUNDED, DIM, DIM_V, True, GAINS,
             )  # fmt: skip
             total += ds
         _store_dbias(

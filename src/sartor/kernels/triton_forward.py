@@ -176,7 +176,7 @@ if launch.available():
         AGAIN: tl.constexpr, SAFE: tl.constexpr,
     ):  # fmt: skip
         """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
-        base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M) * heads_q * batch, AGAIN)
+        base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, AGAIN, 0)
         for first in tl.range(begin, end, step * marks.ROUND, num_stages=1):
             for i in tl.range(first, marks.last(bad_ptr, first, end, step, AGAIN), step, num_stages=1):
                 if marks.wanted(bad_ptr + base + i, AGAIN):

@@ -4,10 +4,10 @@ A row holds `kernel`, `bits` (of the dtype), `dim` and `dim_v` (rounded up to 8,
 `mask` (see `problem.mask_class`), `tile` ([block_m, block_n, warps, stages], and again for a pass with two kernels),
 `tflops` (useful ones a second, of a forward) and `record` (the run it comes from).
 A row with `keys` is for problems of at most so many keys, where filling the pipeline costs more than a small tile does;
-of several the one with the fewest keys is taken, unless another leaves the busiest SM far fewer queries: one with as
-many keys a tile where tiles are few and SMs idle, so that what else is in a batch does not change a row's bits; any
-where the queries are too few for the tile. Legality is the kernel's business: a row whose tile is not among the
-kernel's legal ones is an error that a test finds.
+of several the one with the fewest keys is taken, or, where queries are too few for its tile, the one with the fewest
+queries. Where tiles are few, a kernel may take fewer queries than the row says (`suited`), but no other keys: what else
+is in a batch does not change a row's bits. Legality is the kernel's business: a row whose tile is not among the kernel's
+legal ones is an error that a test finds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from sartor.kernels.spec import KernelSpec, Tile
 from sartor.problem import Problem, mask_class
 
 SLICE = 64  # queries that a part of a block works on by itself, at most
-FEWER = 0.8  # of the queries that the usual row gives the busiest SM are worth another row
 
 
 class Row(NamedTuple):
@@ -73,15 +72,8 @@ def find(spec: KernelSpec, p: Problem, dev: Device) -> Row | None:
         best = next((row for row in some if p.seqlen_kv <= row.keys), None)
         if best:
             idle = best.tile.block_m - p.seqlen_q * p.group >= SLICE
-            alike = some if idle else [row for row in some if row.tile.block_n == best.tile.block_n]
-            least = min(alike, key=lambda row: _longest(p, dev, row.tile))
-            return least if _longest(p, dev, least.tile) < FEWER * _longest(p, dev, best.tile) else best
+            return min(some, key=lambda row: row.tile.block_m) if idle else best
     return None
-
-
-def _longest(p: Problem, dev: Device, tile: Tile) -> int:
-    """Queries that the busiest SM works on, a block at a time."""
-    return math.ceil(blocks(p, tile) / (dev.sm_count or 1)) * tile.block_m
 
 
 def blocks(p: Problem, tile: Tile) -> int:

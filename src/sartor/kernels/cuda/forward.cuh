@@ -148,9 +148,7 @@ template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, 
   if (BALANCED && lead && atomicAdd(t.work + 1, 1) == int(gridDim.x) - 1) t.work[0] = t.work[1] = 0;  // for the next launch
 }
 
-// ---- the loader: one thread that orders tiles into shared memory as room comes free. QUERIES: whether they too are its;
-// LATE: values come after the next tile's keys, which are needed first and may have room sooner; `await` returns when the
-// keys and values of a tile are there, for a stage.
+// ---- the loader
 template <class Tile> DEVICE void bring(u32 to, const TensorMap* map, u32 bar, int j, int head, int batch) {
 #if CLUSTER > 1
   Tile::load_half(to, map, bar, OFTEN, j * BLOCK_N, head, batch, cluster_rank());
@@ -158,6 +156,10 @@ template <class Tile> DEVICE void bring(u32 to, const TensorMap* map, u32 bar, i
   Tile::load(to, map, bar, OFTEN, j * BLOCK_N, head, batch);
 #endif
 }
+
+// One thread that orders tiles into shared memory as room comes free. QUERIES: whether they too are its; LATE: values come
+// after the next tile's keys, which are needed first and may have room sooner; `await` returns when the keys and values of
+// a tile are there, for a stage.
 template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const Tensors& t, const Shape& n, Await await) {
   Rings rings(base, 0);
   auto load_values = [&](int j, int head, int batch) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ def reasons(p: Problem, dev: Device) -> list[str]:
         why.append("needs an NVIDIA GPU, the tensors are on a CPU")
     elif not dev.is_cpu and dev.arch < 80:
         why.append(f"needs compute capability >= 8.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
+    elif dev.arch // 10 == 10 and p.dtype.itemsize == 2 and p.program.keep is not None and version() == (3, 6):
+        why.append("needs another Triton: 3.6 does not compile masks of 16-bit floats for compute capability 10.x")
     if p.dtype not in DTYPES:
         why.append(f"needs float16, bfloat16 or float32, got {p.dtype}")
     return why
@@ -43,13 +46,18 @@ def no_tile(spec: KernelSpec, p: Problem, dev: Device) -> list[str]:
     ]
 
 
+@cache
+def version() -> tuple[int, ...]:
+    """Triton's, down to the minor one; (0, 0) where it is not installed."""
+    try:
+        return tuple(int(x) for x in metadata.version("triton").split(".")[:2])
+    except metadata.PackageNotFoundError:
+        return 0, 0
+
+
 def available() -> bool:
     """Whether a Triton this package can use is installed."""
-    try:
-        version = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return False
-    return tuple(int(x) for x in version.split(".")[:2]) >= (3, 5)
+    return version() >= (3, 5)
 
 
 def interpreted() -> bool:
@@ -80,12 +88,21 @@ def strides(t: torch.Tensor, per: int = 1) -> tuple[int, int, int]:
     return b // per, h // per, s // per
 
 
+def prescaled(p: Problem) -> bool:
+    """Whether scores are scaled before anything is done to them: a factor of the exponential comes too late."""
+    return p.program.score is not None or p.softmax_scale <= 0
+
+
+def factor(p: Problem, scale: float) -> float:
+    """What scores are multiplied with in the exponent of 2."""
+    return LOG2_E if prescaled(p) else scale * LOG2_E
+
+
 def common(plan: Plan, x: Operands) -> dict[str, Any]:
     """Arguments that every attention kernel takes by the same name."""
     from sartor.kernels.parts import codegen
 
     p, mods = plan.problem, codegen.build(plan.problem.program)
-    prescale = mods.score is not None or p.softmax_scale <= 0
     return {
         "aux": codegen.aux_arguments(x.aux, p.program),
         "batch": p.batch,
@@ -94,10 +111,10 @@ def common(plan: Plan, x: Operands) -> dict[str, Any]:
         "seqlen_q": p.seqlen_q,
         "seqlen_kv": p.seqlen_kv,
         "scale": p.softmax_scale,
-        "factor": LOG2_E if prescale else p.softmax_scale * LOG2_E,
+        "factor": factor(p, p.softmax_scale),
         "KEEP": mods.keep,
         "SCORE": mods.score,
-        "PRESCALE": prescale,
+        "PRESCALE": prescaled(p),
         "PRECISION": p.precision if p.dtype == torch.float32 else "ieee",
     }
 

@@ -1,6 +1,6 @@
 """Which tiles a program computes: its own; or, AGAIN, those of its share that a launch before has marked.
 
-    base, begin, end, step = marks.share(n_tiles, AGAIN)
+    base, begin, end, step = marks.share(tiles_head, heads, AGAIN, SECTION)
     for i in tl.range(begin, end, step):
         if marks.wanted(marks_ptr + base + i, AGAIN):
             ... tile base + i
@@ -17,12 +17,19 @@ ROUND = tl.constexpr(128)  # marks that one load looks at; mostly none is set
 
 
 @triton.jit
-def share(n_tiles, AGAIN: tl.constexpr):
-    """(base, begin, end, step) of the program's tiles: base + i for the i in the range."""
+def share(tiles_head, heads, AGAIN: tl.constexpr, SECTION: tl.constexpr):
+    """(base, begin, end, step) of the program's tiles: base + i for the i in the range.
+
+    Tiles come head by head; or, of SECTION heads at a time, the first tiles of all, then the second ones.
+    """
     program = tl.program_id(0)
     if AGAIN:
-        return 0, program, n_tiles, tl.num_programs(0)
+        return 0, program, tiles_head * heads, tl.num_programs(0)
     else:
+        if SECTION:
+            first = program // (SECTION * tiles_head) * SECTION
+            width, rest = tl.minimum(SECTION, heads - first), program - first * tiles_head
+            program = (first + rest % width) * tiles_head + rest // width
         return program, 0, 1, 1
 
 

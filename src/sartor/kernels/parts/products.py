@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from sartor.kernels.parts.maths import LOG2_E, finite, power_of_two
-from sartor.kernels.parts.split import SEGMENT
+from sartor.kernels.parts.split import SEGMENT, regained
 from sartor.kernels.parts.tiles import count, load_tile, width
 
 # An element of a pair is off by 2^-25 units at most, uniformly, where it is small; its partner is below 2^15. Summed
@@ -115,6 +115,15 @@ def times(x, unit_x, unit_y, PRECISION: tl.constexpr):
     """x * unit_x * unit_y: powers of two, which no multiply-add that follows rounds."""
     if PRECISION == "pairs":
         return x * (unit_x * unit_y)
+    else:
+        return x
+
+
+@triton.jit
+def times_regained(x, unit_x, unit_y, DIM: tl.constexpr, PRECISION: tl.constexpr):
+    """`times`, and with what the tensor cores cut off a product over DIM columns."""
+    if PRECISION == "pairs":
+        return x * (unit_x * unit_y * regained(DIM))
     else:
         return x
 

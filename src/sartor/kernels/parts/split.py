@@ -46,6 +46,15 @@ def pitch(dim: int) -> int:
     return -(-dim // 8) * 8
 
 
+@triton.constexpr_function
+def regained(dim):
+    """What a product of pairs over `dim` columns is multiplied with, for what tensor cores cut off it in the mean.
+
+    Of each of the steps of 16 columns in hi hi', a quarter of the last bit of float32: see docs/numerics.md.
+    """
+    return 1 + -(-dim // 16) * 2.0**-25
+
+
 def nbytes(b: int, s: int, h: int, d: int) -> int:
     """Size of the pairs of a tensor (b, s, h, d)."""
     return b * s * h * 4 * pitch(d)
