@@ -13,6 +13,7 @@ from sartor import kernels, mods, nvrtc
 from sartor.device import ARCHITECTURES
 from sartor.kernels.hopper_forward import Measure
 from sartor.kernels.spec import Plan, Tile
+from sartor.lab import ablation
 from sartor.plan import choose
 from sartor.problem import Call, Problem
 
@@ -32,8 +33,8 @@ def problem(dim=128, dim_v=None, heads=(4, 4), lengths=(1000, 1000), dtype=BF16,
     return Problem.of(Call(*(torch.empty(s, dtype=dtype, device="meta") for s in shapes), **options))
 
 
-def check(p, tile):
-    binary = SPEC.compile(p, tile)
+def check(p, tile, spec=SPEC):
+    binary = spec.compile(p, tile)
     assert set(binary.resources) == {"hopper_forward"}
     for found in binary.resources.values():
         assert (found.spill_bytes, found.stack_bytes) == (0, 0), binary.resources
@@ -91,6 +92,16 @@ def test_clusters(dim):
         assert Measure.of(p, tile).cluster == size
         assert len(list(SPEC.notes(p))) == size - 1
     check(p, tile)
+
+
+@pytest.mark.parametrize("name", ablation.CHANGES)
+def test_changes_of_the_ablation(name):
+    """Each compiles without spills and fits; all but one, which is a number, are other machine code."""
+    p = replace(problem(80, heads=(16, 16), lengths=(4096, 4096), causal=True), batch=8)
+    changed = ablation.plan(name, p, DEVICE)
+    assert changed.shared_bytes <= DEVICE.smem_bytes
+    same = check(p, changed.tile, changed.kernel).cubin == SPEC.compile(p, choose(p, DEVICE).tile).cubin
+    assert same == (name == "all-heads")
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

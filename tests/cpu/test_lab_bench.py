@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sartor.device import ARCHITECTURES
-from sartor.lab import plots, providers, records, report, roofline, tables, timing
+from sartor.lab import ablation, plots, providers, records, report, roofline, tables, timing
 from sartor.lab.accuracy import Judge
 from sartor.lab.bench import Session, plan_of
 from sartor.lab.memory import peak_mib
@@ -18,6 +18,7 @@ from sartor.lab.records import CEILINGS, Record, Run, Store
 from sartor.lab.suites import Suite
 from sartor.lab.timing import Budget
 from sartor.lab.workloads import Inputs, Workload
+from sartor.problem import Call, Problem
 
 CPU = torch.device("cpu")
 MASKS = ["full", "causal", "window8", "document3", "tensor", "bias", "prefix20", "causal+alibi"]
@@ -212,6 +213,25 @@ def test_visited_table_compares_masks_by_the_tiles_they_touch() -> None:
     cells = [dict(zip(table.headers, row, strict=True)) for row in table.rows]
     assert [c["in visited tiles"] for c in cells] == ["75.0 %", "50.0 %"]
     assert [c["of causal's"] for c in cells] == ["100 %", "67 %"]
+
+
+def test_changes_are_shares_of_the_time_without_them() -> None:
+    found = [record(provider=name, ms=ms) for name, ms in (("sartor", 2.0), ("changed:turns", 2.1))]
+    table = tables.changes(found, {"changed:turns": "no turns", "changed:static": "in order"})
+    assert (table.headers, table.rows) == (["turns"], [["1.05"]])
+    assert table.notes == ["turns: no turns."]
+
+
+def test_a_change_without_effect_says_so() -> None:
+    device = ARCHITECTURES[90]
+    q = torch.empty((1, 256, 4, 128), dtype=torch.bfloat16, device="meta")
+    full = replace(Problem.of(Call(q, q, q)), device="cuda")
+    with pytest.raises(ValueError, match="any-mask: makes no difference here"):
+        ablation.plan("any-mask", full, device)
+    with pytest.raises(ValueError, match="a change of hopper_forward, got blocked"):
+        ablation.plan("turns", replace(full, kernel="blocked"), device)
+    with pytest.raises(ValueError, match="must be one of turns, "):
+        ablation.plan("spin", full, device)
 
 
 def test_errors_are_told_result_by_result() -> None:

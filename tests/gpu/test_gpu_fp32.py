@@ -52,9 +52,9 @@ def exact(q, k, v, dout):
 
 # ---- errors no larger than PyTorch's
 
-LUCK = 1.1  # of the draw, where both errors are a few roundings of the largest rows
-# One large product and little else in a score: a tensor core cuts off what float32 would round. See numerics.md.
-BEYOND = {("rising", "out"): 3.0, ("rising", "lse"): 8.0, ("rising", "dk"): 3.0, ("rising", "dv"): 3.0}
+LUCK = 1.2  # of a draw, in a largest error: that of one element
+# One large product and little else in a score: a pair lacks its last bit, a tensor core cuts off. See numerics.md.
+BEYOND = {("rising", "out"): 1.6, ("rising", "lse"): 1.8, ("rising", "dk"): 1.4, ("rising", "dv"): 1.5}
 CASES = [(name, 700, 64) for name in testing.DATA] + [("normal", n, 64) for n in (1, 17, 129, 1024, 4096, 16384)]
 CASES += [(name, 500, 128) for name in ("normal", "times8", "channels", "outlier_q", "rising")]
 CASES.append(("normal", 65536, 64))
@@ -71,8 +71,8 @@ def test_errors_are_below_those_of_the_efficient_kernel(data, n, dim):
     size = testing.magnitudes(q, k, v, dout, layout="bhsd").terms if data == "constant" or n == 1 else e
     for name in NAMES:  # dq and dk of equal keys, or of one, are 0: their errors have the size of what cancels
         mine, theirs = ((t[name].double() - e[name]).abs() for t in (x, y))
-        norm = BEYOND.get((data, name), LUCK)
-        for what, factor in ((torch.linalg.vector_norm, norm), (torch.max, max(2.0, norm))):
+        norm = BEYOND.get((data, name), 1.0)
+        for what, factor in ((torch.linalg.vector_norm, norm), (torch.max, 2.0 * norm if norm > 1 else LUCK)):
             error, limit = what(mine), factor * what(theirs) + 2.0**-24 * what(size[name].abs())
             assert error <= limit, f"{name}: {error:.1e} exceeds {limit:.1e}, PyTorch {what(theirs):.1e}"
 

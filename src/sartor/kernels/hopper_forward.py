@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from struct import Struct
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -53,9 +53,13 @@ class HopperForward:
             why.append("needs rows of q, k and v that start on 16 bytes, got strides or addresses that do not")
         return why
 
+    def measure(self, p: Problem, tile: Tile) -> Measure:
+        """What the kernel is cut to."""
+        return Measure.of(p, tile)
+
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first."""
-        measures = (Measure.of(p, Tile(64 * g, n, 4 * (g + 1), s)) for g, n, s in _grid(p))
+        measures = (self.measure(p, Tile(64 * g, n, 4 * (g + 1), s)) for g, n, s in _grid(p))
         plain = p.program.score is None
         for m in measures:
             most = 192 if m.groups < 3 else 108 if not plain else 132 if m.mask < 2 else 120
@@ -64,12 +68,12 @@ class HopperForward:
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
         """The tile with fewer queries, where few tiles leave SMs idle."""
-        return suited(Measure.of(p, tile), dev)
+        return suited(self.measure(p, tile), dev)
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory a block takes."""
         assert plan.tile is not None
-        return Measure.of(plan.problem, plan.tile).shared_bytes
+        return self.measure(plan.problem, plan.tile).shared_bytes
 
     def notes(self, p: Problem) -> Iterable[str]:
         """What the tile does not tell."""
@@ -78,7 +82,7 @@ class HopperForward:
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
-        m, dtype = Measure.of(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
+        m, dtype = self.measure(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
         return build(m, dtype, "hopper_forward", (m.block_n, m.dim_v))
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -151,7 +155,7 @@ def paired(p: Problem) -> bool:
 
 
 def suited(m: Measure, dev: Device) -> Tile:
-    """The tile of a measure with fewer queries, where few tiles leave SMs idle. Its keys stay, and with them every result."""
+    """The tile of a measure with fewer queries where few tiles leave SMs idle. Its keys stay, and so do all results."""
     heads, sms, step = m.p.batch * m.p.heads_kv, dev.sm_count, STEP if max(m.dim, m.dim_v) <= 128 else STEP_WIDE
 
     def time(groups: int) -> float:
@@ -178,13 +182,6 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
     """The tensor with its last dim a multiple of 8: itself, or a copy with up to 7 columns of zeros."""
     missing = -t.shape[3] % 8
     return torch.nn.functional.pad(t, (0, missing)) if missing else t
-
-
-def section(p: Problem) -> int:
-    """Heads whose tiles are in flight together: their keys and values stay in L2, but not all tiles read the same."""
-    room, least = (64 << 20, 16) if p.dim <= 64 else (32 << 20, 32)
-    most = max(8192 // p.dim, p.seqlen_kv // 8)
-    return max(least, min(room // (2 * p.seqlen_kv * (p.dim + p.dim_v)), most))
 
 
 def width(dim: int, few: int) -> int:
@@ -289,6 +286,23 @@ class Measure:
         return self._bytes(self.q_buffers)
 
     @property
+    def section(self) -> int:
+        """Heads whose tiles are in flight together: their keys and values stay in L2, not all tiles read the same."""
+        p, (room, least) = self.p, (64 << 20, 16) if self.p.dim <= 64 else (32 << 20, 32)
+        most = max(8192 // p.dim, p.seqlen_kv // 8)
+        return max(least, min(room // (2 * p.seqlen_kv * (p.dim + p.dim_v)), most))
+
+    @property
+    def turns(self) -> bool:
+        """Whether warpgroups take turns at the tensor cores."""
+        return self.groups > 1 and not (self.q_registers and self.dim >= 128)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether blocks claim tiles from one counter, the longest first; otherwise every so many-th is a block's."""
+        return self.mask > 0
+
+    @property
     def mask(self) -> int:
         """What rows attend to: 0 everything, 1 an interval that the mask's text gives, 2 anything else."""
         program = self.p.program
@@ -331,8 +345,8 @@ class Measure:
             "Q_BUFFERS": self.q_buffers, "Q_REGISTERS": int(self.q_registers), "JOBS": self.jobs, "ROWS": self.rows,
             "MASK": mask, "LOWER": int(mask == 2 or expressions.has_lower_end(program)),
             "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0), "SINKS": int(p.sinks),
-            "BALANCED": int(mask > 0), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
-            "TURNS": int(self.groups > 1 and not (self.q_registers and self.dim >= 128)),
+            "BALANCED": int(self.balanced), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
+            "TURNS": int(self.turns),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32),
             "CLUSTER": self.cluster, "AHEAD": int(self.ahead), "STAGED": int(self.staged),
         }  # fmt: skip
@@ -357,7 +371,8 @@ class Ready:
     @classmethod
     def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands) -> Ready:
         """Everything the launches of a plan need."""
-        p, m = plan.problem, Measure.of(plan.problem, plan.tile)  # type: ignore[arg-type]
+        p, spec = plan.problem, cast(HopperForward, plan.kernel)
+        m = spec.measure(p, plan.tile)  # type: ignore[arg-type]
         tensors = (allocate_out(p, x.q, x.layout), _padded(x.q), _padded(x.k), _padded(x.v))
         out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
         tiles_head = -(-m.slices // (m.groups * m.cluster))  # of a cluster
@@ -368,7 +383,7 @@ class Ready:
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n // m.cluster, 1)
         reads = any(isinstance(value, torch.Tensor) for value in x.aux)
-        numbers = (*shape, tiles_head, tiles, section(p), launch.factor(p, p.softmax_scale), p.softmax_scale)
+        numbers = (*shape, tiles_head, tiles, m.section, launch.factor(p, p.softmax_scale), p.softmax_scale)
         return cls(
             p, kernel, m.cluster * min(tiles, sms // m.cluster),
             numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,

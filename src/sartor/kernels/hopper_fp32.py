@@ -119,6 +119,12 @@ class Measure(hopper_forward.Measure):
         return self.block_n + self.dim_v
 
     @property
+    def section(self) -> int:
+        """Heads whose tiles are in flight together: as many as fill 32 MB with keys and values."""
+        p = self.p
+        return max(SECTION_HEADS, (32 << 20) // (4 * p.seqlen_kv * (p.dim + p.dim_v)))
+
+    @property
     def q_registers(self) -> bool:
         """Never: pairs take too many."""
         return False
@@ -196,11 +202,10 @@ class Ready:
         tiles = tiles_head * p.heads_kv * p.batch
         items = 2 * p.batch * p.heads_kv * -(-p.seqlen_kv // m.block_n)
         first = items if tiles_head < FEW_TILES else min(items, 4 * sms)
-        section = max(SECTION_HEADS, (32 << 20) // (4 * p.seqlen_kv * (p.dim + p.dim_v)))  # 32 MB of keys and values
         of_k = (p.batch, p.seqlen_kv, p.heads_kv)
         scale = p.softmax_scale * split.regained(p.dim)
         numbers = (
-            *launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, tiles_head, tiles, section, first,
+            *launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, tiles_head, tiles, m.section, first,
             launch.factor(p, scale), scale, noise(p),
         )  # fmt: skip
         kernel = nvrtc.Kernel(

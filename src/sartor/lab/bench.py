@@ -15,7 +15,7 @@ import sartor
 from sartor.device import Device
 from sartor.errors import Unsupported
 from sartor.kernels.spec import Plan
-from sartor.lab import accuracy, ladder, providers, roofline
+from sartor.lab import ablation, accuracy, ladder, providers, roofline
 from sartor.lab.memory import peak_mib
 from sartor.lab.records import Record, Run, sm_clock_mhz
 from sartor.lab.suites import Suite
@@ -114,7 +114,7 @@ def describe(record: Record, w: Workload, x: Inputs) -> None:
     if record.base_provider == "rung":
         rung = ladder.find(record.provider.removeprefix("rung:"))
         record.plan, record.kernel_hash = rung.plan(w, Device.of(x.q.device)), rung.source_hash()
-    if record.base_provider != "sartor":
+    if record.base_provider not in ("sartor", "changed"):
         return
     plan = plan_of(record.provider, w, x)
     if plan is None:
@@ -125,9 +125,12 @@ def describe(record: Record, w: Workload, x: Inputs) -> None:
 
 
 def plan_of(provider: str, w: Workload, x: Inputs, device: Device | None = None) -> Plan | None:
-    """What `sartor`, or `sartor:KERNEL`, runs a workload with: on the inputs' device, or another."""
-    kernel = provider.removeprefix("sartor:") if ":" in provider else "auto"
+    """What `sartor`, `sartor:KERNEL` or `changed:CHOICE` runs a workload with: on the inputs' device, or another."""
+    base, _, name = provider.partition(":")
+    kernel = name if base == "sartor" and name else "auto"
     walk = sartor.explain(x.q, x.k, x.v, kernel=kernel, device=device, **providers.options(w, x))
+    if base == "changed":
+        return ablation.plan(name, walk.problem, device or walk.device)
     return walk.backward if w.mode == "bwd" else walk.plan
 
 

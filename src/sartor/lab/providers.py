@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sartor
 from sartor.device import Device
-from sartor.lab import ladder
+from sartor.lab import ablation, ladder
 from sartor.lab.memory import available_bytes
 from sartor.lab.workloads import Inputs, Pattern, Workload
 
@@ -50,7 +50,7 @@ def provider(name: str, why_not: Reason = lambda w, device: "") -> Callable[[Mak
 
 
 def names() -> list[str]:
-    """Every provider, in order of registration; `sartor:<kernel>` and `rung:<number>` are accepted besides."""
+    """Every provider, in order of registration; `sartor:<kernel>`, `rung:<number>` and `changed:<choice>` besides."""
     return list(_PROVIDERS)
 
 
@@ -58,11 +58,16 @@ def get(name: str) -> Provider:
     """The provider called `name`; ValueError lists the known ones."""
     if name.startswith("sartor:"):
         return Provider(name, _sartor(name.removeprefix("sartor:")), lambda w, device: "")
+    if name.startswith(f"{ablation.FAMILY}:"):
+        change = name.removeprefix(f"{ablation.FAMILY}:")
+        return Provider(name, lambda w, x: ablation.attend(change, options(w, x)), lambda w, device: "")
     if name.startswith("rung:"):
         rung = ladder.find(name.removeprefix("rung:"))
         return Provider(name, lambda w, x: rung.attend(w), lambda w, device: rung.why_not(w, Device.of(device)))
     if name not in _PROVIDERS:
-        raise ValueError(f"provider must be one of {', '.join(names())}, sartor:KERNEL or rung:NUMBER, got {name!r}")
+        raise ValueError(
+            f"provider must be one of {', '.join(names())}, sartor:KERNEL, rung:NUMBER or changed:CHOICE, got {name!r}"
+        )
     return _PROVIDERS[name]
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from sartor.device import ARCHITECTURES, Device
-from sartor.lab import climb, profile, suites, tables
+from sartor.lab import ablation, climb, profile, suites, tables
 from sartor.lab import records as store
 from sartor.lab.bench import plan_of
 from sartor.lab.records import CEILINGS, Record
@@ -17,7 +17,7 @@ from sartor.lab.workloads import MODES, Inputs, Workload
 
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 GPU_KERNELS = ("triton", "hopper", "fp32")  # their evidence is made on a GPU; the others' by every test run
-VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host", "visited")
+VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host", "visited", "changes")
 FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md")
 
 
@@ -82,6 +82,8 @@ def render(name: str, results: Path) -> str:
         table = tables.errors(chosen, baseline)
     elif view == "visited":
         table = tables.visited([r for r in chosen if r.mode == "fwd"], baseline)
+    elif view == "changes":
+        table = tables.changes(chosen, {f"{ablation.FAMILY}:{name}": c.words for name, c in ablation.CHANGES.items()})
     elif view == "host":
         table = tables.host(chosen)
     elif suite == "head-dims":

@@ -6,8 +6,8 @@ A row holds `kernel`, `bits` (of the dtype), `dim` and `dim_v` (rounded up to 8,
 A row with `keys` is for problems of at most so many keys, where filling the pipeline costs more than a small tile does;
 of several the one with the fewest keys is taken, or, where queries are too few for its tile, the one with the fewest
 queries. Where tiles are few, a kernel may take fewer queries than the row says (`suited`), but no other keys: what else
-is in a batch does not change a row's bits. Legality is the kernel's business: a row whose tile is not among the kernel's
-legal ones is an error that a test finds.
+is in a batch does not change a row's bits. Legality is the kernel's business: a row whose tile is not among the
+kernel's legal ones is an error that a test finds.
 """
 
 from __future__ import annotations
