@@ -17,7 +17,7 @@ from sartor.lab.workloads import MODES, Inputs, Workload
 
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 GPU_KERNELS = ("triton", "hopper", "fp32")  # their evidence is made on a GPU; the others' by every test run
-VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host", "visited")
+VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host", "first", "visited")
 FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md")
 
 
@@ -84,6 +84,8 @@ def render(name: str, results: Path) -> str:
         table = tables.visited([r for r in chosen if r.mode == "fwd"], baseline)
     elif view == "host":
         table = tables.host(chosen)
+    elif view == "first":
+        table = tables.first(chosen, evidence.covers)
     elif suite == "head-dims":
         table = tables.head_dims(chosen, baseline, evidence.covers)
     else:
