@@ -3,14 +3,26 @@
 import csv
 import itertools
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from sartor.device import ARCHITECTURES
-from sartor.lab import ablation, plots, providers, records, report, roofline, tables, timing
+from sartor.lab import (
+    ablation,
+    fresh,
+    plots,
+    providers,
+    records,
+    report,
+    roofline,
+    suites,
+    tables,
+    timing,
+    views,
+)
 from sartor.lab.accuracy import Judge
 from sartor.lab.bench import Session, plan_of
 from sartor.lab.memory import peak_mib
@@ -148,6 +160,61 @@ def test_reasons_are_sentences_and_a_kernel_by_name_never_falls_back(tmp_path: P
     assert "triton" in skipped["sartor:triton"]
     with pytest.raises(ValueError, match="got 'sdpb'"):
         providers.get("sdpb")
+
+
+def test_first_calls_are_those_of_fresh_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two share new folders of caches, which go with them; a provider that cannot run starts none."""
+    seen, process = list[dict[str, str]](), fresh._process
+    monkeypatch.setattr(fresh, "_process", lambda given, caches: seen.append(caches) or process(given, caches))
+    first = replace(suite(replace(SMALL, mode="bwd"), who=("sartor", "sdpa-flash")), fresh=True)
+    session = Session(Run.start(first.name, CPU), CPU)
+    found, _ = views.run(views.console(), first, session, tmp_path, plot=True, record=True)
+    views.show(views.console(), found, first, session)
+    assert "first call in seconds" in capsys.readouterr().out
+    ours, flash = records.read(tmp_path / "cpu" / "tiny.jsonl")
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert not any(Path(folder).exists() for folder in seen[0].values())
+    assert min(ours.first_call_s, ours.disk_call_s, ours.import_s) > 0
+    assert (ours.ms, ours.skipped, flash.skipped) == (None, None, "needs an NVIDIA GPU")
+    assert ours.plan.startswith("torch_cpu_backward")
+
+
+def test_a_fresh_process_that_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh.main(json.dumps(["sartor:triton", asdict(SMALL), "cpu"]), 0.1)
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == {"skipped"}
+    assert "triton" in told["skipped"]
+    monkeypatch.setattr(fresh, "CODE", "raise SystemExit('in /a/b/c: broken')")
+    assert fresh._process("", {}) == {"skipped": "RuntimeError: exit code 1 in c: broken"}
+
+
+def test_first_calls_are_told_cold_and_from_disk(tmp_path: Path) -> None:
+    first = {"ms": None, "first_call_s": 2.345, "disk_call_s": 0.0456}
+    found = [
+        record(**first, import_s=0.1234),
+        record(**first, mode="bwd", import_s=0.2),
+        record(provider="flex", ms=None, skipped="no"),
+    ]
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "first.jsonl").write_text("".join(r.to_json() + "\n" for r in found))
+    text = report.render("h200/first/first", tmp_path)
+    assert text.startswith("first call in seconds, cold / from disk (")
+    assert "| fwd | 2.35 / 0.0456 | - |" in text
+    assert "| bwd | 2.35 / 0.0456 | - |" in text
+    assert "import sartor, beyond torch: 0.162 s, at most 0.200 s." in text
+    assert "flex: no" in text
+    assert "None" not in tables.speed(found, "sdpa").markdown(), "no time, and nothing to excuse"
+    found[0].plan = "triton_forward[128x64 w4 s2] grid"
+    assert "0.0456 unverified" in tables.first(found, lambda r: r.plan is None).markdown()
+
+
+def test_suite_first_measures_first_calls() -> None:
+    assert [name for name in suites.available() if suites.load(name).fresh] == ["first"]
 
 
 def test_timing_gives_every_candidate_a_turn_a_round() -> None:

@@ -31,7 +31,7 @@ if launch.available():
     from sartor.kernels.parts.bounds import tile_bounds, valid
     from sartor.kernels.parts.maths import LOG2_E
 
-    SECTION = tl.constexpr(16)  # heads of which, under a mask, the longest tiles come first
+    SECTION = tl.constexpr(8)  # heads of which, under a mask, the longest tiles come first
 
     @triton.jit
     def _row(head, seqlen_q):

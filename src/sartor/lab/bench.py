@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,17 +12,13 @@ import torch
 
 import sartor
 from sartor.device import Device
-from sartor.errors import Unsupported
 from sartor.kernels.spec import Plan
-from sartor.lab import ablation, accuracy, ladder, providers, roofline
+from sartor.lab import ablation, accuracy, fresh, ladder, providers, roofline
 from sartor.lab.memory import peak_mib
 from sartor.lab.records import Record, Run, sm_clock_mhz
 from sartor.lab.suites import Suite
-from sartor.lab.timing import Budget, interleave
+from sartor.lab.timing import Budget, interleave, synchronize
 from sartor.lab.workloads import Inputs, Workload
-
-OOM = "out of memory"
-PATHS = re.compile(r"(/[\w.\-]+)+/")  # a record does not name a machine's folders
 
 
 @dataclass
@@ -40,14 +35,29 @@ class Session:
     def measure(self, suite: Suite, tell: Callable[[str], None] = lambda text: None) -> Iterator[list[Record]]:
         """The records of each workload as soon as they are there; stops early at `max_seconds`."""
         deadline = time.monotonic() + self.max_seconds
-        tell("ceilings")
-        self.ceilings = roofline.measure(self.device, sorted({w.dtype for w, _ in suite.cases}))
-        yield roofline.to_records(self.ceilings, self.run)
+        if not suite.fresh:
+            tell("ceilings")
+            self.ceilings = roofline.measure(self.device, sorted({w.dtype for w, _ in suite.cases}))
+            yield roofline.to_records(self.ceilings, self.run)
         for w, who in suite.cases:
             if time.monotonic() > deadline:
                 return
             tell(str(w))
-            yield self.measure_one(w, who)
+            yield self.first_calls(w, who) if suite.fresh else self.measure_one(w, who)
+
+    def first_calls(self, w: Workload, who: tuple[str, ...]) -> list[Record]:
+        """One record per provider, of first calls in processes of their own, or the reason why there are none."""
+        records = [Record.of(self.run, name, w) for name in who]
+        for record in records:
+            record.skipped = providers.get(record.provider).why_not(w, self.device) or None
+            if record.skipped:
+                continue
+            try:
+                describe(record, w, Inputs.make(w, self.device))
+                fresh.measure(record, self.device)
+            except Exception as error:  # as in `_prepare`
+                record.skipped = providers.reason(error)
+        return records
 
     def measure_one(self, w: Workload, who: tuple[str, ...]) -> list[Record]:
         """One record per provider: measured together, or skipped with the reason."""
@@ -57,7 +67,7 @@ class Session:
             judge = accuracy.Judge.make(w, x) if self.check else None
         except torch.cuda.OutOfMemoryError:
             for record in records.values():
-                record.skipped = OOM
+                record.skipped = providers.OOM
             return list(records.values())
         runs = {}
         for name, record in records.items():
@@ -90,7 +100,7 @@ class Session:
             attend = provider.make(w, x)
             run = providers.runner(attend, w, x)
             run()
-            _synchronize(self.device)
+            synchronize(self.device)
             record.first_call_s = time.perf_counter() - start
             if judge is not None:
                 found = judge.judge(attend, providers.lse(record.provider, w, x))
@@ -103,7 +113,7 @@ class Session:
             record.peak_mem_mib = peak_mib(providers.runner(attend, both, x), self.device)
             return run
         except Exception as error:  # whatever a provider throws is a fact about it, and goes into its record
-            record.skipped = _reason(error)
+            record.skipped = providers.reason(error)
             del error
             _release(self.device)
             return None
@@ -140,21 +150,6 @@ def _rates(record: Record, w: Workload, ceilings: roofline.Ceilings) -> None:
     record.gbps = w.bytes / record.ms * 1e-6
     least = ceilings.ms(w)
     record.pct_ceiling = 100 * least / record.ms if least else None
-
-
-def _reason(error: Exception) -> str:
-    """One line, without the names of a machine's folders."""
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return OOM
-    if isinstance(error, Unsupported):
-        return "; ".join(f"{name}: {why[0]}" for name, why in error.reasons.items() if why)
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return PATHS.sub("", f"{type(error).__name__}: {text}")[:200]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _release(device: torch.device) -> None:

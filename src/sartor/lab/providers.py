@@ -6,6 +6,7 @@ caught by the bench and recorded the same way. Nobody falls back to something el
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sartor
 from sartor.device import Device
+from sartor.errors import Unsupported
 from sartor.lab import ablation, ladder
 from sartor.lab.memory import available_bytes
 from sartor.lab.workloads import Inputs, Pattern, Workload
@@ -25,6 +27,8 @@ Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Make = Callable[[Workload, Inputs], Attend]
 Reason = Callable[[Workload, torch.device], str]
+OOM = "out of memory"
+PATHS = re.compile(r"(/[\w.\-]+)+/")  # a record does not name a machine's folders
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,16 @@ def get(name: str) -> Provider:
             f"provider must be one of {', '.join(names())}, sartor:KERNEL, rung:NUMBER or changed:CHOICE, got {name!r}"
         )
     return _PROVIDERS[name]
+
+
+def reason(error: Exception) -> str:
+    """One line, without the names of a machine's folders."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return OOM
+    if isinstance(error, Unsupported):
+        return "; ".join(f"{name}: {why[0]}" for name, why in error.reasons.items() if why)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return PATHS.sub("", f"{type(error).__name__}: {text}")[:200]
 
 
 def options(w: Workload, x: Inputs) -> dict[str, Any]:

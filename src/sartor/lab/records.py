@@ -25,7 +25,7 @@ CEILINGS = "ceilings"  # `mode` of the records that hold a run's measured peaks
 
 @dataclass
 class Record:
-    """One provider on one workload; docs/measuring.md explains the keys. Without `ms`, `skipped` has the reason."""
+    """One provider on one workload; docs/measuring.md explains the keys. `skipped`: why nothing was measured."""
 
     run_id: str
     suite: str
@@ -71,6 +71,8 @@ class Record:
     data: str = "normal"
     counters: dict[str, float] | None = None
     errors: dict[str, float] | None = None
+    disk_call_s: float | None = None
+    import_s: float | None = None
 
     @classmethod
     def of(cls, run: Run, provider: str, w: Workload) -> Record:

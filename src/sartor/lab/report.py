@@ -17,7 +17,9 @@ from sartor.lab.workloads import MODES, Inputs, Workload
 
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 GPU_KERNELS = ("triton", "hopper", "fp32")  # their evidence is made on a GPU; the others' by every test run
-VIEWS = ("fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host", "visited", "changes")
+VIEWS = (
+    "fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host", "first", "visited", "changes"
+)  # fmt: skip
 FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md")
 
 
@@ -86,6 +88,8 @@ def render(name: str, results: Path) -> str:
         table = tables.changes(chosen, {f"{ablation.FAMILY}:{name}": c.words for name, c in ablation.CHANGES.items()})
     elif view == "host":
         table = tables.host(chosen)
+    elif view == "first":
+        table = tables.first(chosen, evidence.covers)
     elif suite == "head-dims":
         table = tables.head_dims(chosen, baseline, evidence.covers)
     else:

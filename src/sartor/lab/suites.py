@@ -26,7 +26,7 @@ GRID_KEYS = {
 @dataclass(frozen=True)
 class Suite:
     """Workloads in order, each with its providers; `baseline` is whom ratios are taken against, `lead_ms` and `rounds`
-    as in `timing.Budget`."""
+    as in `timing.Budget`; `fresh` asks for first calls, not for times."""
 
     name: str
     description: str
@@ -35,6 +35,7 @@ class Suite:
     plots: tuple[str, ...] = field(default=())
     lead_ms: float | None = None
     rounds: int = 10
+    fresh: bool = False
 
     def narrowed(self, providers: list[str], modes: list[str]) -> Suite:
         """Only these providers and modes, where given."""
@@ -78,7 +79,7 @@ def parse(name: str, table: dict[str, Any]) -> Suite:
         cases += [(w, tuple(grid.get("providers", who))) for w in expand(grid, grid.get("modes", modes))]
     return Suite(
         name, table.get("description", ""), table.get("baseline", "sdpa"), tuple(cases), tuple(table.get("plots", ())),
-        table.get("lead_ms"), table.get("rounds", 10),
+        table.get("lead_ms"), table.get("rounds", 10), table.get("fresh", False),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any
 
 from sartor.lab.records import CEILINGS, Record
@@ -151,7 +151,8 @@ def skipped(r: Record, reasons: dict[str, None]) -> str:
     """OOM as OOM; everything else as a dash with its reason in the notes."""
     if r.skipped == "out of memory":
         return "OOM"
-    reasons[f"{r.provider}: {r.skipped}"] = None
+    if r.skipped:  # first calls have no `ms` and nothing to excuse
+        reasons[f"{r.provider}: {r.skipped}"] = None
     return NONE
 
 
@@ -224,6 +225,30 @@ def host(records: list[Record]) -> Table:
         times = [cells[name].host_us if name in cells else None for name in pivot.providers]
         table.rows.append(pivot.axes(cells) + [NONE if t is None else f"{t:.1f}" for t in times])
     return table
+
+
+def first(records: list[Record], verified: Verified = lambda r: True) -> Table:
+    """Seconds of every provider's first call: of a process that finds nothing on disk, and of the next one."""
+    pivot = Pivot.of(records)
+    table = _table(pivot, "first call in seconds, cold / from disk", pivot.providers)
+    reasons: dict[str, None] = {}
+    for cells in pivot.rows:
+        found = [cells.get(name) for name in pivot.providers]
+        table.rows.append(pivot.axes(cells) + [_first_cell(r, reasons, verified) for r in found])
+    took = [r.import_s for r in records if r.import_s is not None]
+    if took:
+        table.notes.append(f"import sartor, beyond torch: {number(median(took))} s, at most {number(max(took))} s.")
+    table.notes += list(reasons)
+    return table
+
+
+def _first_cell(r: Record | None, reasons: dict[str, None], verified: Verified) -> str:
+    if r is None:
+        return NONE
+    if r.disk_call_s is None:
+        return skipped(r, reasons)
+    text = f"{number(r.first_call_s)} / {number(r.disk_call_s)}"
+    return text if verified(r) else f"{text} unverified"
 
 
 def visited(records: list[Record], baseline: str) -> Table:

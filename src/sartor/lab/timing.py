@@ -203,3 +203,9 @@ class _CudaClock:
         host_us = (time.perf_counter() - begin) * 2e4
         torch.cuda.synchronize(self.device)
         return host_us
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU to have done what it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

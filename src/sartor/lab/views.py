@@ -54,7 +54,7 @@ def run(
 ) -> tuple[list[Record], list[Path]]:
     """Measure a suite with progress; its records, and the files written: records, CSV, plots."""
     store, found = Store(out, session.run), list[Record]()
-    with progress(console, len(suite.cases) + 1) as (tell, step):
+    with progress(console, len(suite.cases) + (not suite.fresh)) as (tell, step):
         for rows in session.measure(suite, tell):
             store.add(rows)
             found += rows
@@ -65,7 +65,12 @@ def run(
 
 
 def show(console: Console, records: list[Record], suite: Suite, session: Session) -> None:
-    """The tables of a run, one for each mode; memory where the suite is about it; host time where it was measured."""
+    """The tables of a run, one for each mode; memory where the suite is about it; host time where it was measured.
+    First calls have one table."""
+    if suite.fresh:
+        console.print()
+        console.print(tables.first(records).rich())
+        return
     for mode in dict.fromkeys(r.mode for r in records if r.mode != CEILINGS):
         found = [r for r in records if r.mode == mode]
         console.print()
