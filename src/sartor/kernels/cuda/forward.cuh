@@ -13,7 +13,7 @@
 
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
-constexpr bool SKIPS = MASK && GROUPS > 1;  // whether warpgroups pass over key tiles that only others see
+constexpr bool SKIPS = MASK && GROUPS * CLUSTER > 1;  // whether warpgroups pass over key tiles that only others see
 using Half = Half16<BF16>;
 using Part = Slice<ROWS>;
 using Job = Work<GROUPS, MASK == 2>;
