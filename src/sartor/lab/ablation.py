@@ -52,8 +52,8 @@ CHANGES = {
     ),
     "q-shared": Change("queries stay in shared memory, not in registers", {"q_registers": lambda m: False}),
     "no-ahead": Change(
-        "a query tile's first product waits for the last one's output",
-        {"ahead": lambda m: False, "staged": lambda m: m.staged and m.groups < 3},  # three have no room for both
+        "queries in shared memory have one buffer: a tile's first product waits for the last one's output",
+        {"ahead": lambda m: m.q_registers, "staged": lambda m: m.staged and (m.q_registers or m.groups < 3)},
     ),
     "plain-store": Change("threads store the output, not the copy engine", {"staged": lambda m: False}),
     "cluster": Change(
