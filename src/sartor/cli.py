@@ -225,5 +225,28 @@ def verify(
     raise typer.Exit(1 if evidence["failed"] or evidence["over_budget"] else 0)
 
 
+@app.command()
+def refresh(
+    show: Annotated[bool, typer.Option("--list", help="name the commands, run nothing")] = False,
+    limit: Annotated[float, typer.Option(help="seconds; what would not end in time is left out")] = 3600.0,
+    rounds: Annotated[int, typer.Option(help="of timing; by default each suite's own")] = 0,
+    device: Annotated[str, typer.Option(help="folder name; by default this GPU's")] = "",
+) -> None:
+    """Measure again what is older than its sources: evidence, suites, ladder. Exit code 1 if something is left."""
+    from sartor.lab import refresh as refreshing
+
+    with friendly():
+        from sartor.device import Device
+
+        folder = results_folder() / (device or Device.of(device_of("")).key)
+        wanted = refreshing.stages(folder, rounds)
+        if show:
+            for stage in wanted:
+                typer.echo(f"{stage.seconds:5.0f} s  {stage}")
+            return
+        whole = refreshing.run(wanted, limit, typer.echo)
+    raise typer.Exit(0 if whole else 1)
+
+
 if __name__ == "__main__":
     app()

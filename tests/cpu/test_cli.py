@@ -85,8 +85,8 @@ def test_explain_predicts_what_a_tuned_tile_does(monkeypatch: pytest.MonkeyPatch
     """Its FLOPs at the rate of the row; nothing where the row is another mask's; the ceilings of the records."""
     monkeypatch.setattr(nvrtc, "missing", lambda: "")
     monkeypatch.setattr(Plan, "registers", 168)
-    flags = ("--device", "sm90", "--batch", "2", "--seqlen", "4k", "--dim", "128")
-    w = Workload(2, 16, 16, 4096, 4096, 128, 128, "bfloat16", "full")
+    flags = ("--device", "sm90", "--batch", "4", "--seqlen", "4k", "--dim", "128")
+    w = Workload(4, 16, 16, 4096, 4096, 128, 128, "bfloat16", "full")
     row = next(r for r in table.rows(90)["hopper_forward", 16, 128, 128, "full"] if r.keys == math.inf)
     output = invoke("explain", *flags)
     assert "168 registers a thread" in output

@@ -12,6 +12,7 @@ import torch
 from sartor.device import ARCHITECTURES
 from sartor.lab import (
     ablation,
+    accuracy,
     fresh,
     plots,
     providers,
@@ -280,6 +281,17 @@ def test_visited_table_compares_masks_by_the_tiles_they_touch() -> None:
     cells = [dict(zip(table.headers, row, strict=True)) for row in table.rows]
     assert [c["in visited tiles"] for c in cells] == ["75.0 %", "50.0 %"]
     assert [c["of causal's"] for c in cells] == ["100 %", "67 %"]
+
+
+@pytest.mark.parametrize(("heads", "n", "mode", "gpu"), [
+    ((8, 8), 1000, "fwd", (8, 8)), ((8, 8), 1000, "bwd", (8, 8)), ((8, 8), 4096, "fwd", (1, 1)),
+    ((8, 2), 4096, "fwd", (1, 1)), ((8, 2), 4096, "bwd", (4, 1)), ((8, 2), 1000, "fwd", (8, 2)),
+    ((32, 8), 16384, "bwd", (4, 1)),
+])  # fmt: skip
+def test_as_many_heads_are_judged_as_are_short(heads, n, mode, gpu) -> None:
+    w = Workload(1, *heads, n, n, 64, 64, "float32", "full", mode)
+    assert accuracy.judged(w, torch.device("cuda")) == gpu
+    assert accuracy.judged(w, CPU)[1] == 1
 
 
 def test_changes_are_shares_of_the_time_without_them() -> None:

@@ -1,4 +1,5 @@
-"""Errors against float64, on one batch item and one key head: the last ones, which a wrong stride misses first."""
+"""Errors against float64, on one batch item and one key head, or more that are short: the last ones, which a wrong
+stride misses first."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from sartor.lab.workloads import Inputs, Workload
 
 Tensors = dict[str, torch.Tensor]
 FLOAT64_MATRICES = 12  # of scores, that the oracle and its error budget hold at once
-SCORES_ON_CPU = 2**23  # beyond this the float64 reference takes a CPU longer than what it judges
+SCORES_ON_GPU = 2**24  # of as many key heads as have no more than that, one at least
+SCORES_ON_CPU = 2**23  # of one key head: beyond this the float64 reference takes a CPU longer than what it judges
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,22 @@ def _forward(w: Workload) -> bool:
     return w.mode in ("fwd", "decode")
 
 
+def judged(w: Workload, device: torch.device) -> tuple[int, int]:
+    """Query and key heads that are compared: all that use a key head, or one where that will do."""
+    group = w.heads_q // w.heads_kv
+    most = SCORES_ON_GPU // (group * w.seqlen_q * w.seqlen_kv) if device.type == "cuda" else 1
+    heads_kv = max(1, min(w.heads_kv, most))
+    return (1 if _forward(w) and heads_kv == 1 else group * heads_kv), heads_kv
+
+
 def _slice(w: Workload, x: Inputs) -> tuple[Workload, Inputs]:
-    """The last batch item and its last key head, with all query heads that use it, or one where that will do."""
-    heads = 1 if _forward(w) else w.heads_q // w.heads_kv
+    """The last batch item and its last heads."""
+    heads, heads_kv = judged(w, x.q.device)
     q, dout = (t.detach()[-1:, -heads:] for t in (x.q, x.dout))
-    k, v = (t.detach()[-1:, -1:] for t in (x.k, x.v))
+    k, v = (t.detach()[-1:, -heads_kv:] for t in (x.k, x.v))
     slopes, bias = None if x.slopes is None else x.slopes[-heads:], None if x.bias is None else x.bias[:, -heads:]
     small = Inputs(q, k, v, dout, x.ids, slopes, bias, x.keep)
-    return replace(w, batch=1, heads_q=heads, heads_kv=1), small
+    return replace(w, batch=1, heads_q=heads, heads_kv=heads_kv), small
 
 
 def _results(w: Workload, x: Inputs, attend: providers.Attend) -> Tensors:

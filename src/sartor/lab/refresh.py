@@ -1,0 +1,132 @@
+"""refresh: what the records of a device lack today, and the commands that measure it again, as many as time allows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from sartor import kernels
+from sartor.lab import ladder, profile, suites
+from sartor.lab import records as store
+from sartor.lab.records import Record
+from sartor.lab.report import GPU_KERNELS, Evidence
+
+UNKNOWN_S = 120.0  # what has no record yet may take so long
+START_S = 15.0  # of a process, until it has measured the ceilings
+ELSEWHERE = (
+    "quick-cpu",
+    "quick-gpu",
+    "ladder",
+    "ladder-quick",
+)  # suites that are no records of a GPU, or not by `bench`
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Arguments of `sartor`, the file that they write, and about how long they take."""
+
+    arguments: tuple[str, ...]
+    file: Path
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"sartor {' '.join(self.arguments)}"
+
+
+def stages(folder: Path, rounds: int = 0) -> list[Stage]:
+    """What is older than its sources, or was never measured: evidence first, then what takes the least time first.
+
+    `folder` is a device's of `benchmarks/results`; `rounds` are of timing, 0 for each suite's own.
+    """
+    evidence = Evidence.load(folder)
+    flags = ("--rounds", str(rounds)) if rounds else ()
+    found = [*_suites(folder, evidence, flags), *_rungs(folder, flags)]
+    return [*_verification(folder, evidence), *sorted(found, key=lambda stage: stage.seconds)]
+
+
+def _verification(folder: Path, evidence: Evidence) -> list[Stage]:
+    """The run of all GPU tests, where a kernel's sources are others than those that passed them."""
+    names = (name for name in (*kernels.FORWARD, *kernels.BACKWARD) if name.startswith(GPU_KERNELS))
+    if all(evidence.hashes.get(name) == kernels.source_hash(name) for name in names):
+        return []
+    file = folder / "evidence.json"
+    seconds = json.loads(file.read_text(encoding="utf-8")).get("seconds", UNKNOWN_S) if file.is_file() else UNKNOWN_S
+    return [Stage(("verify",), file, seconds + START_S)]
+
+
+def _suites(folder: Path, evidence: Evidence, rounds: tuple[str, ...]) -> list[Stage]:
+    """A command for each mode of a suite of which a workload has no record, or one of other sources or tiles."""
+    found = []
+    for name in set(suites.available()) - set(ELSEWHERE):
+        file = folder / f"{name}.jsonl"
+        known = store.latest(store.read(file))
+        for mode in dict.fromkeys(w.mode for w, _ in suites.load(name).cases):
+            rows = [r for r in known if r.mode == mode]
+            wanted = {w for w, _ in suites.load(name).cases if w.mode == mode}
+            if wanted <= {r.workload for r in rows} and all(map(evidence.covers, rows)):
+                continue
+            command = ("bench", "--suite", name, "--modes", mode, *rounds, "--record")
+            share = len(wanted) / len({r.workload for r in rows}) if rows else 1.0
+            found.append(Stage(command, file, _seconds(rows) * max(share, 1.0)))
+    return found
+
+
+def _rungs(folder: Path, rounds: tuple[str, ...]) -> list[Stage]:
+    """The ladder and its profile, where a rung has changed."""
+    sources = {(rung.provider, rung.source_hash()) for rung in ladder.load()}
+    found = []
+    for suite, command in (("ladder", ("ladder", *rounds)), (profile.SUITE, ("profile",))):
+        file = folder / f"{suite}.jsonl"
+        rows = [r for r in store.latest(store.read(file)) if r.base_provider == "rung"]
+        if not sources <= {(r.provider, r.kernel_hash) for r in rows}:
+            found.append(Stage((*command, "--record"), file, _seconds(rows)))
+    return found
+
+
+def _seconds(rows: list[Record]) -> float:
+    """How long a run took, by the times at which its workloads began."""
+    times = sorted({datetime.fromisoformat(r.time.replace("Z", "+00:00")) for r in rows})
+    if len(times) < 2:
+        return UNKNOWN_S
+    return (times[-1] - times[0]).total_seconds() * len(times) / (len(times) - 1) + START_S
+
+
+def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
+    """Run the commands one after the other; whether all of them were run and succeeded.
+
+    One that would not end within the limit is left out, one that takes three times as long as it should is stopped.
+    What a command that failed has written is taken back: records of a part would stand for those of the whole.
+    """
+    deadline, whole = time.monotonic() + limit_s, True
+    for stage in wanted:
+        left = deadline - time.monotonic()
+        if stage.seconds > left:
+            tell(f"left out, {stage.seconds:.0f} s of {left:.0f}: {stage}")
+            whole = False
+            continue
+        before, start = stage.file.read_bytes() if stage.file.is_file() else None, time.monotonic()
+        outcome = _outcome(stage, min(left, 3 * stage.seconds))
+        if outcome and before is not None:
+            stage.file.write_bytes(before)
+        elif outcome:
+            stage.file.unlink(missing_ok=True)
+        tell(f"{outcome or 'done'} after {time.monotonic() - start:.0f} s: {stage}")
+        whole &= not outcome
+    return whole
+
+
+def _outcome(stage: Stage, limit_s: float) -> str:
+    """Nothing, or what went wrong."""
+    command = [sys.executable, "-m", "sartor.cli", *stage.arguments]
+    try:
+        done = subprocess.run(command, timeout=limit_s, capture_output=True, text=True, check=False)
+    except subprocess.TimeoutExpired:
+        return "stopped"
+    last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+    return f"failed ({' '.join([f'exit code {done.returncode}', *last])})" if done.returncode else ""

@@ -1,0 +1,76 @@
+"""Refresh: which records are older than their sources, and what is run to measure them again."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from sartor import kernels
+from sartor.lab import refresh, suites
+from sartor.lab.records import Record
+from sartor.lab.refresh import Stage
+from sartor.lab.report import GPU_KERNELS
+
+NAMES = [name for name in (*kernels.FORWARD, *kernels.BACKWARD) if name.startswith(GPU_KERNELS)]
+ENVIRONMENT = {"device": "h200", "driver": "", "cuda": "", "torch": "", "triton": "", "commit": "", "dirty": None}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a device on which every kernel was verified, and one suite measured: one second for each of its workloads."""
+    hashes = {name: kernels.source_hash(name) for name in NAMES}
+    (tmp_path / "evidence.json").write_text(json.dumps({"kernels": hashes, "seconds": 300.0}))
+    write(tmp_path, suites.load("turns").cases)
+    return tmp_path
+
+
+def write(folder: Path, cases, **changed) -> None:
+    plan = {"plan": "hopper_forward[128x128 w12 s6]", "kernel_hash": kernels.source_hash("hopper_forward"), **changed}
+    lines = []
+    for i, (w, _) in enumerate(cases):
+        r = Record("a", "turns", "sartor", **asdict(w), **ENVIRONMENT, time=f"2026-01-01T00:00:{i:02d}Z")
+        lines.append(replace(r, **plan).to_json() + "\n")
+    (folder / "turns.jsonl").write_text("".join(lines))
+
+
+def commands(folder: Path) -> dict[str, float]:
+    return {str(stage): stage.seconds for stage in refresh.stages(folder, rounds=3)}
+
+
+TURNS = "sartor bench --suite turns --modes fwd --rounds 3 --record"
+
+
+def test_what_was_never_measured_is_named(folder: Path) -> None:
+    found = commands(folder)
+    assert TURNS not in found
+    assert "sartor verify" not in found
+    assert found["sartor bench --suite paper --modes bwd --rounds 3 --record"] == refresh.UNKNOWN_S
+    assert "sartor ladder --rounds 3 --record" in found
+    assert not any("quick" in command for command in found)
+
+
+def test_other_sources_and_missing_workloads_are_stale(folder: Path) -> None:
+    cases = suites.load("turns").cases
+    whole = len(cases) + refresh.START_S
+    write(folder, cases, kernel_hash="of yesterday")
+    assert commands(folder)[TURNS] == whole
+    write(folder, cases[: len(cases) // 2])
+    assert commands(folder)[TURNS] == whole + refresh.START_S
+    evidence = json.loads((folder / "evidence.json").read_text())
+    evidence["kernels"]["triton_forward"] = "of yesterday"
+    (folder / "evidence.json").write_text(json.dumps(evidence))
+    assert next(iter(commands(folder))) == "sartor verify"
+
+
+def test_commands_run_within_the_limit(tmp_path: Path) -> None:
+    """What fails leaves the file as it was; what would take too long is left out, and said to be."""
+    file, said = tmp_path / "turns.jsonl", list[str]()
+    file.write_text("as it was")
+    wanted = [Stage(("--version",), file, 20.0), Stage(("nothing",), file, 20.0), Stage(("doctor",), file, 500.0)]
+    assert not refresh.run(wanted, 120.0, said.append)
+    assert said[0].startswith("done after")
+    assert said[1].startswith("failed (exit code 2")
+    assert said[2].startswith("left out, 500 s of 1")
+    assert file.read_text() == "as it was"
+    assert refresh.run(wanted[:1], 120.0, said.append)
