@@ -75,29 +75,36 @@ def render(name: str, results: Path) -> str:
         if not parts:
             return "No record yet.\n"
         return "\n\n".join([*parts, provenance(chosen, found)] if view == "climb" else parts) + "\n"
-    evidence, baseline = Evidence.load(results / device), _baseline(suite)
-    if view == "memory":
-        table = tables.memory(chosen)
-    elif view == "accuracy":
-        table = tables.accuracy(chosen)
-    elif view == "errors":
-        table = tables.errors(chosen, baseline)
-    elif view == "visited":
-        table = tables.visited([r for r in chosen if r.mode == "fwd"], baseline)
-    elif view == "changes":
-        table = tables.changes(chosen, {f"{ablation.FAMILY}:{name}": c.words for name, c in ablation.CHANGES.items()})
-    elif view == "host":
-        table = tables.host(chosen)
-    elif view == "first":
-        table = tables.first(chosen, evidence.covers)
-    elif suite == "head-dims":
-        table = tables.head_dims(chosen, baseline, evidence.covers)
-    else:
-        table = tables.speed(chosen, baseline, evidence.covers)
-    if view in ("accuracy", "errors") and not all(evidence.covers(r) for r in chosen):
-        table.notes.append("Unverified: some were measured with other sources or tiles than those of today.")
+    evidence = Evidence.load(results / device)
+    ours = [evidence.covers(r) for r in chosen if r.provider == "sartor"]
+    none = bool(ours) and not any(ours)  # then it is said once, not in each cell
+    table, marks = _table(view, suite, chosen, lambda r: (none and r.provider == "sartor") or evidence.covers(r))
+    if none or not (marks or all(map(evidence.covers, chosen))):
+        part = "These figures of sartor are" if none else "Some of these figures of sartor are"
+        table.notes.append(f"{part} unverified: measured with other sources or tiles than those of today.")
     table.notes.append(provenance(chosen, found))
     return table.markdown() + "\n"
+
+
+def _table(view: str, suite: str, chosen: list[Record], verified: tables.Verified) -> tuple[tables.Table, bool]:
+    """The table of a view, and whether its cells say what is not verified."""
+    baseline = _baseline(suite)
+    words = {f"{ablation.FAMILY}:{name}": change.words for name, change in ablation.CHANGES.items()}
+    plain = {
+        "memory": lambda: tables.memory(chosen),
+        "accuracy": lambda: tables.accuracy(chosen),
+        "errors": lambda: tables.errors(chosen, baseline),
+        "visited": lambda: tables.visited([r for r in chosen if r.mode == "fwd"], baseline),
+        "changes": lambda: tables.changes(chosen, words),
+        "host": lambda: tables.host(chosen),
+    }
+    if view in plain:
+        return plain[view](), False
+    if view == "first":
+        return tables.first(chosen, verified), True
+    if suite == "head-dims":
+        return tables.head_dims(chosen, baseline, verified), True
+    return tables.speed(chosen, baseline, verified), True
 
 
 def _parse(name: str) -> tuple[str, str, str]:
