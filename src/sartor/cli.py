@@ -238,8 +238,10 @@ def refresh(
     with friendly():
         from sartor.device import Device
 
-        folder = results_folder() / (device or Device.of(device_of("")).key)
-        wanted = refreshing.stages(folder, rounds)
+        here = device_of("")
+        if here.type == "cpu" and not (show and device):
+            raise ValueError("refresh needs an NVIDIA GPU; with --list --device h200 it names what is to be run there")
+        wanted = refreshing.stages(results_folder() / (device or Device.of(here).key), rounds)
         if show:
             for stage in wanted:
                 typer.echo(f"{stage.seconds:5.0f} s  {stage}")

@@ -5,12 +5,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 from sartor import kernels
+from sartor.cli import app
 from sartor.lab import refresh, suites
 from sartor.lab.records import Record
 from sartor.lab.refresh import Stage
 from sartor.lab.report import GPU_KERNELS
+from sartor.lab.workloads import Workload
 
 NAMES = [name for name in (*kernels.FORWARD, *kernels.BACKWARD) if name.startswith(GPU_KERNELS)]
 ENVIRONMENT = {"device": "h200", "driver": "", "cuda": "", "torch": "", "triton": "", "commit": "", "dirty": None}
@@ -61,6 +65,21 @@ def test_other_sources_and_missing_workloads_are_stale(folder: Path) -> None:
     evidence["kernels"]["triton_forward"] = "of yesterday"
     (folder / "evidence.json").write_text(json.dumps(evidence))
     assert next(iter(commands(folder))) == "sartor verify"
+
+
+def test_first_calls_are_made_ahead() -> None:
+    """Of providers that wait for a compiler; one that fails costs no other."""
+    w = Workload(1, 2, 2, 32, 32, 16, 16, "float32")
+    assert refresh.compile_ahead([(w, ("sartor", "sdpa", "sartor:nothing"))], "cpu", 1) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_without_a_gpu_it_only_lists() -> None:
+    runner = CliRunner()
+    found = runner.invoke(app, ["refresh"])
+    assert found.exit_code == 2
+    assert "refresh needs an NVIDIA GPU" in found.output
+    assert runner.invoke(app, ["refresh", "--list", "--device", "h200"]).exit_code == 0
 
 
 def test_commands_run_within_the_limit(tmp_path: Path) -> None:

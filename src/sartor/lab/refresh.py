@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+
 from sartor import kernels
-from sartor.lab import ladder, profile, suites
+from sartor.lab import fresh, ladder, profile, suites
 from sartor.lab import records as store
 from sartor.lab.records import Record
 from sartor.lab.report import GPU_KERNELS, Evidence
+from sartor.lab.workloads import Workload
 
 UNKNOWN_S = 120.0  # what has no record yet may take so long
 START_S = 15.0  # of a process, until it has measured the ceilings
+COMPILED = ("sartor", "changed", "tf32", "flex", "rung")  # providers whose first call waits for a compiler
 ELSEWHERE = (
     "quick-cpu",
     "quick-gpu",
@@ -29,11 +37,12 @@ ELSEWHERE = (
 
 @dataclass(frozen=True)
 class Stage:
-    """Arguments of `sartor`, the file that they write, and about how long they take."""
+    """Arguments of `sartor`, the file that they write, about how long they take, and what they run that is compiled."""
 
     arguments: tuple[str, ...]
     file: Path
     seconds: float
+    work: tuple[tuple[Workload, tuple[str, ...]], ...] = ()
 
     def __str__(self) -> str:
         return f"sartor {' '.join(self.arguments)}"
@@ -66,14 +75,16 @@ def _suites(folder: Path, evidence: Evidence, rounds: tuple[str, ...]) -> list[S
     for name in set(suites.available()) - set(ELSEWHERE):
         file = folder / f"{name}.jsonl"
         known = store.latest(store.read(file))
-        for mode in dict.fromkeys(w.mode for w, _ in suites.load(name).cases):
+        suite = suites.load(name)
+        for mode in dict.fromkeys(w.mode for w, _ in suite.cases):
             rows = [r for r in known if r.mode == mode]
-            wanted = {w for w, _ in suites.load(name).cases if w.mode == mode}
+            work = tuple((w, who) for w, who in suite.cases if w.mode == mode)
+            wanted = {w for w, _ in work}
             if wanted <= {r.workload for r in rows} and all(map(evidence.covers, rows)):
                 continue
             command = ("bench", "--suite", name, "--modes", mode, *rounds, "--record")
             share = len(wanted) / len({r.workload for r in rows}) if rows else 1.0
-            found.append(Stage(command, file, _seconds(rows) * max(share, 1.0)))
+            found.append(Stage(command, file, _seconds(rows) * max(share, 1.0), () if suite.fresh else work))
     return found
 
 
@@ -100,7 +111,8 @@ def _seconds(rows: list[Record]) -> float:
 def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
     """Run the commands one after the other; whether all of them were run and succeeded.
 
-    One that would not end within the limit is left out, one that takes three times as long as it should is stopped.
+    What a suite calls is compiled ahead, by all processors. A command that would not end within the limit is left out,
+    one that takes three times as long as it should is stopped.
     What a command that failed has written is taken back: records of a part would stand for those of the whole.
     """
     deadline, whole = time.monotonic() + limit_s, True
@@ -110,6 +122,8 @@ def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) ->
             tell(f"left out, {stage.seconds:.0f} s of {left:.0f}: {stage}")
             whole = False
             continue
+        if stage.work:
+            compile_ahead(stage.work, "cuda", max(1, (os.cpu_count() or 1) - 2))
         before, start = stage.file.read_bytes() if stage.file.is_file() else None, time.monotonic()
         outcome = _outcome(stage, min(left, 3 * stage.seconds))
         if outcome and before is not None:
@@ -119,6 +133,23 @@ def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) ->
         tell(f"{outcome or 'done'} after {time.monotonic() - start:.0f} s: {stage}")
         whole &= not outcome
     return whole
+
+
+def compile_ahead(work: Iterable[tuple[Workload, tuple[str, ...]]], device: str, processes: int) -> int:
+    """Make first calls in several processes, for what compilers leave on disk; how many. No caller waits for one then.
+
+    What fails here is told by the bench.
+    """
+    calls = [(name, w, device) for w, who in work for name in who if name.split(":")[0] in COMPILED]
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        return sum(pool.map(_call, *zip(*calls, strict=True))) if calls else 0
+
+
+def _call(name: str, w: Workload, device: str) -> int:
+    with suppress(Exception):
+        fresh.first_call(name, w, torch.device(device))
+        return 1
+    return 0
 
 
 def _outcome(stage: Stage, limit_s: float) -> str:
