@@ -27,12 +27,7 @@ from sartor.lab.workloads import Workload
 UNKNOWN_S = 120.0  # what has no record yet may take so long
 START_S = 15.0  # of a process, until it has measured the ceilings
 COMPILED = ("sartor", "changed", "tf32", "flex", "rung")  # providers whose first call waits for a compiler
-ELSEWHERE = (
-    "quick-cpu",
-    "quick-gpu",
-    "ladder",
-    "ladder-quick",
-)  # suites that are no records of a GPU, or not by `bench`
+ELSEWHERE = ("quick-cpu", "quick-gpu", "ladder", "ladder-quick")  # suites of which `bench` makes no records of a GPU
 
 
 @dataclass(frozen=True)
@@ -112,8 +107,8 @@ def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) ->
     """Run the commands one after the other; whether all of them were run and succeeded.
 
     What a suite calls is compiled ahead, by all processors. A command that would not end within the limit is left out,
-    one that takes three times as long as it should is stopped.
-    What a command that failed has written is taken back: records of a part would stand for those of the whole.
+    one that takes three times as long as it should is stopped. What a command that failed has written is taken back:
+    records of a part would stand for those of the whole.
     """
     deadline, whole = time.monotonic() + limit_s, True
     for stage in wanted:
