@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import sartor
-from sartor import mods, testing
+from sartor import mods, ops, testing
+from sartor.kernels import hopper_forward
+from sartor.plan import choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -28,10 +30,20 @@ family = "triton"  # the kernels under test
 
 @pytest.fixture(autouse=True, params=["triton", "auto"])
 def of_every_family(request, monkeypatch):
-    """Every test runs on the portable kernels, and on those made for this GPU."""
+    """Every test runs on the portable kernels, and on those made for this GPU; there with the tiles of large problems,
+    on which several warpgroups work. What small problems are given is in test_gpu_random.py."""
     if request.param == "auto" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("auto takes the portable kernels here")
     monkeypatch.setattr(sys.modules[__name__], "family", request.param)
+    monkeypatch.setattr(hopper_forward, "suited", lambda m, dev: m.tile)
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def forget_plans():
+    """Plans are kept by what they depend on, which a patched function does not belong to."""
+    choose.cache_clear(), ops._PREPARED.clear()
 
 
 def inputs(b=2, hq=4, hkv=2, sq=130, skv=190, d=64, dv=None, dtype=BF16, seed=0, **rest):

@@ -1,4 +1,4 @@
-"""The Hopper forward of 16-bit floats where two blocks are a cluster: nothing may change but who loads what."""
+"""The Hopper forward of 16-bit floats where two blocks are a cluster, or have fewer queries: no bit may change."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from sartor import kernels, nvrtc, testing
 from sartor.device import Device
 from sartor.kernels import hopper_forward
 from sartor.kernels.spec import Operands, Plan
-from sartor.plan import choose
 from sartor.problem import Call, Problem, aux_values
+from sartor.tuning import table
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not nvrtc.missing()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC")]
+SPEC = kernels.load("hopper_forward") if HOPPER else None
+DEVICE = Device.of(torch.device("cuda")) if HOPPER else None
 LENGTHS = [(65, 65), (300, 700), (700, 300), (1000, 1000), (4200, 4100)]
 
 
-def results(call):
+def results(call, tile):
     """out and lse, by a plan of its own: what a plan keeps is of one kind of launch."""
-    p, device = Problem.of(call), Device.of(torch.device("cuda"))
-    plan = Plan(kernels.load("hopper_forward"), p, device, choose(p, device).tile, "test")
+    plan = Plan(SPEC, Problem.of(call), DEVICE, tile, "test")
     operands = Operands(call.q, call.k, call.v, call.sinks, aux_values(call), lse=True)
     return [plan.kernel.run(plan, operands) for _ in range(3)]
 
 
 def check(monkeypatch, q, k, v, **options):
-    """The same bits as blocks alone make, every time; and those by budget."""
+    """The bits that blocks of the tuned tile make alone, which must come out every time."""
     options = {"causal": True, **options}
     call = Call(q, k, v, **options)
-    monkeypatch.setattr(hopper_forward, "MANY", 0)
-    assert hopper_forward.paired(Problem.of(call))
-    together = results(call)
-    monkeypatch.setattr(hopper_forward, "MANY", 1 << 40)
-    alone = results(call)
-    for out, lse in together:
-        torch.testing.assert_close(out, alone[0][0], rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(lse, alone[0][1], rtol=0, atol=0, equal_nan=True)
-    return together[0]
+    p, found = Problem.of(call), []
+    tuned = table.find(SPEC, p, DEVICE).tile
+    for many in (1 << 40, 0):
+        monkeypatch.setattr(hopper_forward, "MANY", many)
+        assert hopper_forward.paired(p) == (many == 0)
+        for tile in dict.fromkeys((tuned, SPEC.suited(p, DEVICE, tuned))):
+            found += results(call, tile)
+    for out, lse in found:
+        torch.testing.assert_close(out, found[0][0], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(lse, found[0][1], rtol=0, atol=0, equal_nan=True)
+    return found[0]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
