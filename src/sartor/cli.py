@@ -212,7 +212,7 @@ def verify(
     device: DeviceFlag = "",
     out: Annotated[Path | None, typer.Option(help="benchmarks/results by default")] = None,
 ) -> None:
-    """Run the GPU tests and the accuracy table here and write the evidence; at most 8 minutes."""
+    """Run the GPU tests and the accuracy table here and write the evidence; at most 10 minutes."""
     from sartor.lab import verify as verification
 
     with friendly():

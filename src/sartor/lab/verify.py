@@ -20,7 +20,7 @@ from sartor import kernels
 from sartor.lab import check
 from sartor.lab.records import environment
 
-LIMIT_S = 8 * 60
+LIMIT_S = 9.5 * 60
 STOP_AT = 20  # failures: what was not run by then is not known
 
 
@@ -71,7 +71,7 @@ def run_tests(root: Path, limit_s: float, marker: str = "gpu and not slow") -> d
         xml = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-m", marker, "-q", f"--maxfail={STOP_AT}", f"--junitxml={xml}"]
         if find_spec("xdist"):  # compiling takes most of the time, and it runs on the CPU
-            command += ["-n", str(min(14, os.cpu_count() or 1))]
+            command += ["-n", str(min(14, os.cpu_count() or 1)), "--dist", "worksteal"]
         try:
             done = subprocess.run(command, cwd=root, timeout=limit_s, capture_output=True, text=True, check=False)
         except subprocess.TimeoutExpired:
