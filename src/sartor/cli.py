@@ -239,9 +239,12 @@ def refresh(
         from sartor.device import Device
 
         here = device_of("")
-        if here.type == "cpu" and not (show and device):
+        if (device and not show) or (here.type == "cpu" and not device):
             raise ValueError("refresh needs an NVIDIA GPU; with --list --device h200 it names what is to be run there")
-        wanted = refreshing.stages(results_folder() / (device or Device.of(here).key), rounds)
+        folder = results_folder() / (device or Device.of(here).key)
+        if device and not folder.is_dir():
+            raise ValueError(f"--device must be a folder of {folder.parent.name}, got {device!r}")
+        wanted = refreshing.stages(folder, rounds)
         if show:
             for stage in wanted:
                 typer.echo(f"{stage.seconds:5.0f} s  {stage}")

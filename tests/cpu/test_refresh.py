@@ -32,9 +32,10 @@ def folder(tmp_path: Path) -> Path:
 def write(folder: Path, cases, **changed) -> None:
     plan = {"plan": "hopper_forward[128x128 w12 s6]", "kernel_hash": kernels.source_hash("hopper_forward"), **changed}
     lines = []
-    for i, (w, _) in enumerate(cases):
-        r = Record("a", "turns", "sartor", **asdict(w), **ENVIRONMENT, time=f"2026-01-01T00:00:{i:02d}Z")
-        lines.append(replace(r, **plan).to_json() + "\n")
+    for i, (w, who) in enumerate(cases):
+        for name in who:
+            r = Record("a", "turns", name, **asdict(w), **ENVIRONMENT, time=f"2026-01-01T00:00:{i:02d}Z")
+            lines.append(replace(r, **(plan if name == "sartor" else {})).to_json() + "\n")
     (folder / "turns.jsonl").write_text("".join(lines))
 
 
@@ -57,14 +58,15 @@ def test_what_was_never_measured_is_named(folder: Path) -> None:
 def test_other_sources_and_missing_workloads_are_stale(folder: Path) -> None:
     cases = suites.load("turns").cases
     whole = len(cases) + refresh.START_S
-    write(folder, cases, kernel_hash="of yesterday")
-    assert commands(folder)[TURNS] == whole
     write(folder, cases[: len(cases) // 2])
     assert commands(folder)[TURNS] == whole + refresh.START_S
+    write(folder, cases, kernel_hash="of yesterday")
+    assert commands(folder)[TURNS] == whole
     evidence = json.loads((folder / "evidence.json").read_text())
-    evidence["kernels"]["triton_forward"] = "of yesterday"
+    evidence["kernels"]["hopper_forward"] = "of yesterday"  # as after a change of the kernel: neither is of today
     (folder / "evidence.json").write_text(json.dumps(evidence))
     assert next(iter(commands(folder))) == "sartor verify"
+    assert TURNS in commands(folder)
 
 
 def test_first_calls_are_made_ahead() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sartor import kernels, nvrtc, testing
+from sartor import kernels, mods, nvrtc, testing
 from sartor.device import Device
 from sartor.kernels import hopper_forward
 from sartor.kernels.spec import Operands, Plan
@@ -26,21 +26,31 @@ def results(call, tile):
     return [plan.kernel.run(plan, operands) for _ in range(3)]
 
 
-def check(monkeypatch, q, k, v, **options):
-    """The bits that blocks of the tuned tile make alone, which must come out every time."""
-    options = {"causal": True, **options}
-    call = Call(q, k, v, **options)
-    p, found = Problem.of(call), []
-    tuned = table.find(SPEC, p, DEVICE).tile
-    for many in (1 << 40, 0):
-        monkeypatch.setattr(hopper_forward, "MANY", many)
-        assert hopper_forward.paired(p) == (many == 0)
-        for tile in dict.fromkeys((tuned, SPEC.suited(p, DEVICE, tuned))):
-            found += results(call, tile)
+def tiles(p):
+    """That of large problems, and what this one is given."""
+    row = table.find(SPEC, p, DEVICE)
+    large = row.tile if row else next(iter(SPEC.tiles(p, DEVICE)))
+    return dict.fromkeys((large, SPEC.suited(p, DEVICE, large)))
+
+
+def same(found):
+    """The first of some results, to the bit of which all others must be."""
     for out, lse in found:
         torch.testing.assert_close(out, found[0][0], rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(lse, found[0][1], rtol=0, atol=0, equal_nan=True)
     return found[0]
+
+
+def check(monkeypatch, q, k, v, **options):
+    """The bits that blocks make alone, which must come out every time."""
+    call, found = Call(q, k, v, **{"causal": True, **options}), []
+    p = Problem.of(call)
+    for many in (1 << 40, 0):
+        monkeypatch.setattr(hopper_forward, "MANY", many)
+        assert hopper_forward.paired(p) == (many == 0)
+        for tile in tiles(p):
+            found += results(call, tile)
+    return same(found)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -64,3 +74,21 @@ def test_clusters_of_few_queries(monkeypatch):
     out, _ = check(monkeypatch, q, k, v)
     assert not out[:, :30].isnan().any()
     assert out[:, 30:].isnan().all()
+
+
+OPTIONS = {
+    "full": lambda: {},
+    "window": lambda: {"window": (100, 20)},
+    "softcap": lambda: {"softcap": 3.0, "causal": True},
+    "document": lambda: {"mask": mods.document(*(torch.arange(n, device="cuda")[None] // 90 for n in (300, 700)))},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_fewer_queries(dim, name):
+    """How many queries a block has changes no bit."""
+    q, k, v = testing.make_inputs(1, 4, 2, 300, 700, dim, None, torch.bfloat16, "cuda", "bshd", 0)
+    call = Call(q, k, v, **OPTIONS[name]())
+    assert len(tiles(Problem.of(call))) == 2
+    same([result for tile in tiles(Problem.of(call)) for result in results(call, tile)])

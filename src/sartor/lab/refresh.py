@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +29,7 @@ from sartor.lab.workloads import Workload
 
 UNKNOWN_S = 120.0  # what has no record yet may take so long
 START_S = 15.0  # of a process, until it has measured the ceilings
+MOST_PROCESSES = 10  # that compile ahead: each holds its workload's tensors on the GPU
 COMPILED = ("sartor", "changed", "tf32", "flex", "rung")  # providers whose first call waits for a compiler
 ELSEWHERE = ("quick-cpu", "quick-gpu", "ladder", "ladder-quick")  # suites of which `bench` makes no records of a GPU
 
@@ -74,11 +78,11 @@ def _suites(folder: Path, evidence: Evidence, rounds: tuple[str, ...]) -> list[S
         for mode in dict.fromkeys(w.mode for w, _ in suite.cases):
             rows = [r for r in known if r.mode == mode]
             work = tuple((w, who) for w, who in suite.cases if w.mode == mode)
-            wanted = {w for w, _ in work}
-            if wanted <= {r.workload for r in rows} and all(map(evidence.covers, rows)):
+            wanted = {(w, provider) for w, who in work for provider in who}
+            if wanted <= {(r.workload, r.provider) for r in rows} and all(map(evidence.of_today, rows)):
                 continue
             command = ("bench", "--suite", name, "--modes", mode, *rounds, "--record")
-            share = len(wanted) / len({r.workload for r in rows}) if rows else 1.0
+            share = len(wanted) / len(rows) if rows else 1.0
             found.append(Stage(command, file, _seconds(rows) * max(share, 1.0), () if suite.fresh else work))
     return found
 
@@ -86,12 +90,14 @@ def _suites(folder: Path, evidence: Evidence, rounds: tuple[str, ...]) -> list[S
 def _rungs(folder: Path, rounds: tuple[str, ...]) -> list[Stage]:
     """The ladder and its profile, where a rung has changed."""
     sources = {(rung.provider, rung.source_hash()) for rung in ladder.load()}
+    climbed = store.latest(store.read(folder / "ladder.jsonl"))
+    counted = profile.newest(store.read(folder / f"{profile.SUITE}.jsonl"))
     found = []
-    for suite, command in (("ladder", ("ladder", *rounds)), (profile.SUITE, ("profile",))):
-        file = folder / f"{suite}.jsonl"
-        rows = [r for r in store.latest(store.read(file)) if r.base_provider == "rung"]
-        if not sources <= {(r.provider, r.kernel_hash) for r in rows}:
-            found.append(Stage((*command, "--record"), file, _seconds(rows)))
+    for rows, command in ((climbed, ("ladder", *rounds)), (counted, ("profile",))):
+        uncounted = rows is counted and torch.cuda.is_available() and profile.missing()
+        if not uncounted and not sources <= {(r.provider, r.kernel_hash) for r in rows}:
+            file = folder / f"{profile.SUITE if rows is counted else 'ladder'}.jsonl"
+            found.append(Stage((*command, "--record"), file, UNKNOWN_S if rows is counted else _seconds(rows)))
     return found
 
 
@@ -106,25 +112,27 @@ def _seconds(rows: list[Record]) -> float:
 def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
     """Run the commands one after the other; whether all of them were run and succeeded.
 
-    What a suite calls is compiled ahead, by all processors. A command that would not end within the limit is left out,
-    one that takes three times as long as it should is stopped. What a command that failed has written is taken back:
-    records of a part would stand for those of the whole.
+    What a suite calls is compiled ahead, by several processors. A command that would not end within the limit is left
+    out, one that takes three times as long as it should is stopped. The records that a command found are put back
+    where it fails: records of a part would stand for those of the whole.
     """
     deadline, whole = time.monotonic() + limit_s, True
     for stage in wanted:
-        left = deadline - time.monotonic()
-        if stage.seconds > left:
-            tell(f"left out, {stage.seconds:.0f} s of {left:.0f}: {stage}")
+        start = time.monotonic()
+        if stage.seconds > deadline - start:
+            tell(f"left out, {stage.seconds:.0f} s of {deadline - start:.0f}: {stage}")
             whole = False
             continue
         if stage.work:
-            compile_ahead(stage.work, "cuda", max(1, (os.cpu_count() or 1) - 2))
-        before, start = stage.file.read_bytes() if stage.file.is_file() else None, time.monotonic()
-        outcome = _outcome(stage, min(left, 3 * stage.seconds))
-        if outcome and before is not None:
-            stage.file.write_bytes(before)
-        elif outcome:
-            stage.file.unlink(missing_ok=True)
+            with suppress(BrokenProcessPool):  # then the bench compiles, and tells what is wrong
+                compile_ahead(stage.work, "cuda", min(MOST_PROCESSES, os.cpu_count() or 1))
+        files = (stage.file, stage.file.with_suffix(".csv")) if stage.arguments[0] != "verify" else ()
+        before = {file: file.read_bytes() for file in files if file.is_file()}
+        outcome = _outcome(stage, min(deadline - time.monotonic(), 3 * stage.seconds))
+        for file in files if outcome else ():
+            file.unlink(missing_ok=True)
+            if file in before:
+                file.write_bytes(before[file])
         tell(f"{outcome or 'done'} after {time.monotonic() - start:.0f} s: {stage}")
         whole &= not outcome
     return whole
@@ -148,11 +156,14 @@ def _call(name: str, w: Workload, device: str) -> int:
 
 
 def _outcome(stage: Stage, limit_s: float) -> str:
-    """Nothing, or what went wrong."""
+    """Nothing, or what went wrong. Who is stopped takes along whom it has started."""
     command = [sys.executable, "-m", "sartor.cli", *stage.arguments]
-    try:
-        done = subprocess.run(command, timeout=limit_s, capture_output=True, text=True, check=False)
-    except subprocess.TimeoutExpired:
-        return "stopped"
-    last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-    return f"failed ({' '.join([f'exit code {done.returncode}', *last])})" if done.returncode else ""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        try:
+            said, _ = process.communicate(timeout=max(limit_s, 1.0))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "stopped"
+    last = " ".join(said.strip().splitlines()[-1:])
+    return f"failed (exit code {process.returncode} {last})" if process.returncode else ""

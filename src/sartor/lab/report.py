@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
 from sartor.device import ARCHITECTURES, Device
+from sartor.kernels import source_hash
 from sartor.lab import ablation, climb, profile, suites, tables
 from sartor.lab import records as store
 from sartor.lab.bench import plan_of
@@ -43,10 +45,17 @@ class Evidence:
     def covers(self, r: Record) -> bool:
         """Whether the kernel behind a record needs no GPU evidence, or has it for exactly its sources; and whether the
         record's problem is still given that kernel, with that tile."""
+        return self._holds(r, self.hashes.get)
+
+    def of_today(self, r: Record) -> bool:
+        """The same of the sources as they are, verified or not."""
+        return self._holds(r, source_hash)
+
+    def _holds(self, r: Record, hash_of: Callable[[str], str | None]) -> bool:
         kernel = _choice(r.plan).split("[")[0]
         if not kernel.startswith(GPU_KERNELS):
             return True
-        return self.hashes.get(kernel) == r.kernel_hash and _choice(r.plan) == self.chosen(r)
+        return hash_of(kernel) == r.kernel_hash and _choice(r.plan) == self.chosen(r)
 
     def chosen(self, r: Record) -> str:
         """Kernel and tile for a record's problem today; the record's own where there is no saying."""
