@@ -310,7 +310,7 @@ def test_a_change_without_effect_says_so() -> None:
     with pytest.raises(ValueError, match="a change of hopper_forward, got blocked"):
         ablation.plan("turns", replace(full, kernel="blocked"), device)
     with pytest.raises(ValueError, match="must be one of turns, "):
-        ablation.plan("spin", full, device)
+        providers.get("changed:spin")
 
 
 def test_errors_are_told_result_by_result() -> None:

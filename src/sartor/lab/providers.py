@@ -64,6 +64,7 @@ def get(name: str) -> Provider:
         return Provider(name, _sartor(name.removeprefix("sartor:")), lambda w, device: "")
     if name.startswith(f"{ablation.FAMILY}:"):
         change = name.removeprefix(f"{ablation.FAMILY}:")
+        ablation.changed(change)  # there is one of that name
         return Provider(name, lambda w, x: ablation.attend(change, options(w, x)), lambda w, device: "")
     if name.startswith("rung:"):
         rung = ladder.find(name.removeprefix("rung:"))
