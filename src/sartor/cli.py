@@ -239,7 +239,9 @@ def refresh(
         from sartor.device import Device
 
         here = device_of("")
-        if (device and not show) or (here.type == "cpu" and not device):
+        if device and not show:
+            raise ValueError(f"--device goes with --list, got {device!r}: refresh measures on the GPU that is here")
+        if here.type == "cpu" and not device:
             raise ValueError("refresh needs an NVIDIA GPU; with --list --device h200 it names what is to be run there")
         folder = results_folder() / (device or Device.of(here).key)
         if device and not folder.is_dir():

@@ -124,7 +124,7 @@ def describe(record: Record, w: Workload, x: Inputs) -> None:
     if record.base_provider == "rung":
         rung = ladder.find(record.provider.removeprefix("rung:"))
         record.plan, record.kernel_hash = rung.plan(w, Device.of(x.q.device)), rung.source_hash()
-    if record.base_provider not in ("sartor", "changed"):
+    if record.base_provider not in ("sartor", ablation.FAMILY):
         return
     plan = plan_of(record.provider, w, x)
     if plan is None:
@@ -139,7 +139,7 @@ def plan_of(provider: str, w: Workload, x: Inputs, device: Device | None = None)
     base, _, name = provider.partition(":")
     kernel = name if base == "sartor" and name else "auto"
     walk = sartor.explain(x.q, x.k, x.v, kernel=kernel, device=device, **providers.options(w, x))
-    if base == "changed":
+    if base == ablation.FAMILY:
         return ablation.plan(name, walk.problem, device or walk.device)
     return walk.backward if w.mode == "bwd" else walk.plan
 

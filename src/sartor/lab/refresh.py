@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from sartor import kernels
-from sartor.lab import fresh, ladder, profile, suites
+from sartor.lab import ablation, fresh, ladder, profile, suites
 from sartor.lab import records as store
 from sartor.lab.records import Record
 from sartor.lab.report import GPU_KERNELS, Evidence
@@ -30,7 +30,7 @@ from sartor.lab.workloads import Workload
 UNKNOWN_S = 120.0  # what has no record yet may take so long
 START_S = 15.0  # of a process, until it has measured the ceilings
 MOST_PROCESSES = 10  # that compile ahead: each holds its workload's tensors on the GPU
-COMPILED = ("sartor", "changed", "tf32", "flex", "rung")  # providers whose first call waits for a compiler
+COMPILED = ("sartor", ablation.FAMILY, "tf32", "flex", "rung")  # providers whose first call waits for a compiler
 ELSEWHERE = ("quick-cpu", "quick-gpu", "ladder", "ladder-quick")  # suites of which `bench` makes no records of a GPU
 
 
@@ -88,16 +88,18 @@ def _suites(folder: Path, evidence: Evidence, rounds: tuple[str, ...]) -> list[S
 
 
 def _rungs(folder: Path, rounds: tuple[str, ...]) -> list[Stage]:
-    """The ladder and its profile, where a rung has changed."""
+    """The ladder and its profile, where a rung has changed; no profile on a GPU whose counters nobody can read."""
     sources = {(rung.provider, rung.source_hash()) for rung in ladder.load()}
-    climbed = store.latest(store.read(folder / "ladder.jsonl"))
-    counted = profile.newest(store.read(folder / f"{profile.SUITE}.jsonl"))
-    found = []
-    for rows, command in ((climbed, ("ladder", *rounds)), (counted, ("profile",))):
-        uncounted = rows is counted and torch.cuda.is_available() and profile.missing()
-        if not uncounted and not sources <= {(r.provider, r.kernel_hash) for r in rows}:
-            file = folder / f"{profile.SUITE if rows is counted else 'ladder'}.jsonl"
-            found.append(Stage((*command, "--record"), file, UNKNOWN_S if rows is counted else _seconds(rows)))
+
+    def stale(rows: list[Record]) -> bool:
+        return not sources <= {(r.provider, r.kernel_hash) for r in rows}
+
+    steps, counters = folder / "ladder.jsonl", folder / f"{profile.SUITE}.jsonl"
+    found, climbed = list[Stage](), store.latest(store.read(steps))
+    if stale(climbed):
+        found.append(Stage(("ladder", *rounds, "--record"), steps, _seconds(climbed)))
+    if stale(profile.newest(store.read(counters))) and not (torch.cuda.is_available() and profile.missing()):
+        found.append(Stage(("profile", "--record"), counters, UNKNOWN_S))
     return found
 
 

@@ -116,7 +116,7 @@ def speed(records: list[Record], baseline: str, verified: Verified = lambda r: T
             record = cells.get(name)
             if record is not None and times and record.ms == min(times.values()):
                 table.best.add((i, len(row)))
-            row.append(_speed_cell(record, reasons, verified))
+            row.append(_cell(_speed, record, reasons, verified))
         ours, others = times.get("sartor"), [ms for name, ms in times.items() if not name.startswith("sartor")]
         row.append(_ratio(times.get(baseline), ours))
         row.append(_ratio(min(others, default=None), ours))
@@ -138,13 +138,26 @@ def _verdict(ratios: list[float]) -> list[str]:
     ]
 
 
-def _speed_cell(r: Record | None, reasons: dict[str, None], verified: Verified) -> str:
+def _cell(told: Callable[[Record], str], r: Record | None, reasons: dict[str, None], verified: Verified) -> str:
+    """What is told of a record; where that is nothing, why nothing was measured."""
     if r is None:
         return NONE
-    if r.ms is None:
+    text = told(r)
+    if not text:
         return skipped(r, reasons)
-    text = f"{number(r.ms)} / {number(r.gbps if r.mode == 'decode' else r.tflops)}"
     return text if verified(r) else f"{text} unverified"
+
+
+def _speed(r: Record) -> str:
+    return "" if r.ms is None else f"{number(r.ms)} / {number(r.gbps if r.mode == 'decode' else r.tflops)}"
+
+
+def _calls(r: Record) -> str:
+    return "" if r.disk_call_s is None else f"{number(r.first_call_s)} / {number(r.disk_call_s)}"
+
+
+def _peak(r: Record) -> str:
+    return "" if r.peak_mem_mib is None else number(r.peak_mem_mib)
 
 
 def skipped(r: Record, reasons: dict[str, None]) -> str:
@@ -163,11 +176,7 @@ def memory(records: list[Record]) -> Table:
     reasons: dict[str, None] = {}
     for cells in pivot.rows:
         found = [cells.get(name) for name in pivot.providers]
-        values = [
-            NONE if r is None else number(r.peak_mem_mib) if r.peak_mem_mib is not None else skipped(r, reasons)
-            for r in found
-        ]
-        table.rows.append(pivot.axes(cells) + values)
+        table.rows.append(pivot.axes(cells) + [_cell(_peak, r, reasons, lambda r: True) for r in found])
     table.notes += list(reasons)
     return table
 
@@ -234,21 +243,13 @@ def first(records: list[Record], verified: Verified = lambda r: True) -> Table:
     reasons: dict[str, None] = {}
     for cells in pivot.rows:
         found = [cells.get(name) for name in pivot.providers]
-        table.rows.append(pivot.axes(cells) + [_first_cell(r, reasons, verified) for r in found])
+        calls = [_cell(_calls, r, reasons, verified) for r in found]
+        table.rows.append(pivot.axes(cells) + calls)
     took = [r.import_s for r in records if r.import_s is not None]
     if took:
         table.notes.append(f"import sartor, beyond torch: {number(median(took))} s, at most {number(max(took))} s.")
     table.notes += list(reasons)
     return table
-
-
-def _first_cell(r: Record | None, reasons: dict[str, None], verified: Verified) -> str:
-    if r is None:
-        return NONE
-    if r.disk_call_s is None:
-        return skipped(r, reasons)
-    text = f"{number(r.first_call_s)} / {number(r.disk_call_s)}"
-    return text if verified(r) else f"{text} unverified"
 
 
 def visited(records: list[Record], baseline: str) -> Table:
@@ -305,7 +306,7 @@ def head_dims(records: list[Record], baseline: str, verified: Verified = lambda 
             continue
         r = cells["sartor"]
         table.rows.append([
-            str(r.dim), _speed_cell(r, reasons, verified), _speed_cell(cells.get(baseline), reasons, verified),
+            str(r.dim), _cell(_speed, r, reasons, verified), _cell(_speed, cells.get(baseline), reasons, verified),
             *(_ratio(cells[name].ms if name in cells else None, r.ms) for name in rivals), *_savings(r, ours),
             NONE if r.err_max is None else f"{r.err_max:.1e}", NONE if r.cos_sim is None else f"{r.cos_sim:.7f}",
         ])  # fmt: skip
