@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sartor
 from sartor import nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
-from sartor.kernels.hopper_forward import HopperForward
+from sartor.kernels.hopper_forward import LONG, HopperForward, Measure
+from sartor.kernels.spec import Tile
+from sartor.problem import Call, Problem
 
 
 @dataclass
@@ -102,3 +106,46 @@ def test_old_maps_are_dropped(monkeypatch):
     maps = nvrtc.TensorMaps("float16", (), (), ((), 128), ((), 32))
     assert [maps[a] for a in (1, 2, 3)] == [bytes([a, 128, a, 32]) for a in (1, 2, 3)]
     assert list(maps) == [3]
+
+
+def measure(heads, slices, groups, dim=128, **options):
+    """Of a problem with so many slices of 64 queries a head, on tiles of so many of them."""
+    q = torch.empty((1, 64 * slices - 3, heads, dim), dtype=torch.bfloat16, device="meta")
+    return Measure.of(Problem.of(Call(q, q, q, **options)), Tile(64 * groups, 64, 4 * (groups + 1), 4))
+
+
+def slices_of(number, deal, groups):
+    """(head, slice) that a block is given under a number, as `share` in schedule.cuh says."""
+    part, pieces = number - deal.whole, -(-groups // deal.width)
+    if part < 0:
+        return [(number // deal.tiles_head, number % deal.tiles_head * groups + i) for i in range(groups)]
+    if part >= deal.parts:
+        return [(part - deal.parts, deal.tiles_head * groups + i) for i in range(groups)]
+    number, first = deal.whole + part // pieces, part % pieces * deal.width
+    tile = number % deal.tiles_head * groups
+    return [(number // deal.tiles_head, tile + first + i) for i in range(min(deal.width, groups - first))]
+
+
+@given(
+    heads=st.integers(1, 300),
+    slices=st.integers(1, 90),
+    groups=st.integers(1, 3),
+    sms=st.sampled_from([1, 7, 114, 132]),
+)
+def test_every_slice_is_dealt_out_once(heads, slices, groups, sms):
+    m = measure(heads, slices, groups)
+    deal = m.deal(sms)
+    dealt = [pair for number in range(deal.tiles) for pair in slices_of(number, deal, groups)]
+    real = [(head, i) for head, i in dealt if i < slices]
+    assert len(set(real)) == len(real) == heads * slices
+    assert m.parted or deal.tiles == deal.whole
+    assert not m.parted or deal.whole % sms == 0
+
+
+def test_parts_end_sooner():
+    """Of 1408 tiles, 88 would be an eleventh round of 132 blocks: of fewer slices it is shorter."""
+    whole, parted = (measure(64, 64, 3, causal=causal).deal(132) for causal in (True, False))
+    assert (whole.tiles, whole.whole) == (1408, 1408)
+    assert (parted.whole, parted.parts, parted.width) == (1320, 48, 2)
+    assert parted.time < 11 * 3.0
+    assert not measure(64, 3 * LONG - 1, 3).parted  # short heads are read once

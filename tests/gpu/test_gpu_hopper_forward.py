@@ -1,4 +1,4 @@
-"""The Hopper forward of 16-bit floats where two blocks are a cluster, or have fewer queries: no bit may change."""
+"""The Hopper forward of 16-bit floats with clusters, fewer queries or tiles in parts: no bit may change."""
 
 from __future__ import annotations
 
@@ -92,3 +92,22 @@ def test_fewer_queries(dim, name):
     call = Call(q, k, v, **OPTIONS[name]())
     assert len(tiles(Problem.of(call))) == 2
     same([result for tile in tiles(Problem.of(call)) for result in results(call, tile)])
+
+
+@pytest.mark.parametrize("heads", [20, 70, 140])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_parts(dims, heads, monkeypatch):
+    """Nor does it where the last tiles are dealt out in parts, of any width, with some slices left of each head."""
+    q, k, v = testing.make_inputs(1, heads, heads, 64 * 5 - 9, 200, *dims, torch.bfloat16, "cuda", "bshd", 0)
+    call, found, widths = Call(q, k, v, sinks=torch.randn(heads, device="cuda")), [], set()
+    for long in (1 << 30, 1):
+        monkeypatch.setattr(hopper_forward, "LONG", long)
+        for tile in SPEC.tiles(Problem.of(call), DEVICE):
+            measure = SPEC.measure(Problem.of(call), tile)
+            if tile.block_n == 64 and tile.stages == 4:
+                assert measure.parted == (long == 1 and measure.groups > 1)
+                widths.add(measure.deal(DEVICE.sm_count).width)
+                found += results(call, tile)
+    assert len(widths) > 1
+    out, lse = same(found)
+    testing.check_all({"out": out, "lse": lse}, q, k, v, sinks=call.sinks)

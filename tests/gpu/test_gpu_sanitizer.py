@@ -25,7 +25,8 @@ PROGRAM = """
 import torch, sartor
 from sartor import mods, testing
 from sartor.kernels import hopper_forward
-hopper_forward.suited = lambda m, dev: m.tile  # several warpgroups, as on large problems
+hopper_forward.Measure.suited = lambda m, dev: m.tile  # several warpgroups, as on large problems
+hopper_forward.LONG = 1  # parts likewise
 dtype, backward = torch.{dtype}, {backward}
 for dim in {dims}:
     q, k, v = testing.make_inputs(2, 4, 2, 200, 330, dim, None, dtype, "cuda", "bshd", 0, requires_grad=backward)

@@ -286,12 +286,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                    const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out_map,
                    const __grid_constant__ Inputs inputs, void* out, float* lse, const float* sinks, int* work,
                    i64 out_batch, i64 out_head, i64 out_row, int heads_kv, int group, int seqlen_q, int seqlen_kv,
-                   int tiles_head, int tiles, int section, float factor, float scale AUX_PARAMETERS) {
+                   int tiles_head, int tiles, int section, int whole, int parts, int width, float factor,
+                   float scale AUX_PARAMETERS) {
   extern __shared__ __align__(1024) u8 memory[];
   // rounding changes nothing, but a base that the compiler knows costs it registers
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const Tensors t{q.at, k.at, &v, out, out_batch, out_head, out_row, lse, sinks, work, &out_map};
-  const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section};
+  const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section, whole, parts, width};
   const Aux x{AUX_VALUES};
   if (threadIdx.x == 0) Rings::init(base);
   CLUSTER > 1 ? cluster_sync() : __syncthreads();

@@ -24,9 +24,10 @@ from sartor.problem import Problem, mask_class, name_of
 
 FOLDER = Path(__file__).parent
 SHELVES = ("expressions", "near", "softmax", "split", "wgmma")
-SIGNATURE = "TTMMMPPPPqqqiiiiiiiff"  # of the kernel, before the aux values
+SIGNATURE = "TTMMMPPPPqqqiiiiiiiiiiff"  # of the kernel, before the aux values
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
+LONG = 8  # whole tiles of a head, at least, where the last tiles are dealt out in parts
 MANY = 4096  # more queries and keys than these make two blocks one cluster
 STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
 STEP_WIDE = STEP | {1: 1.4}  # of head dims beyond 128
@@ -68,7 +69,7 @@ class HopperForward:
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
         """The tile with fewer queries, where few tiles leave SMs idle."""
-        return suited(self.measure(p, tile), dev)
+        return self.measure(p, tile).suited(dev)
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory a block takes."""
@@ -154,18 +155,6 @@ def paired(p: Problem) -> bool:
     return mask_class(p) == "band" and min(p.seqlen_q, p.seqlen_kv) > MANY
 
 
-def suited(m: Measure, dev: Device) -> Tile:
-    """The tile of a measure with fewer queries where few tiles leave SMs idle. Its keys stay, and so do all results."""
-    heads, sms, step = m.p.batch * m.p.heads_kv, dev.sm_count, STEP if max(m.dim, m.dim_v) <= 128 else STEP_WIDE
-
-    def time(groups: int) -> float:
-        rounds = -(-m.slices // groups) * heads / (sms or 1)
-        return step[groups] * (math.ceil(rounds) if m.p.program.keep is None else max(MASKED * rounds, 1.0))
-
-    groups = min(range(m.groups, 0, -1), key=time) if sms else m.groups
-    return replace(m.tile, block_m=64 * groups, warps=4 * (groups + 1))
-
-
 def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
     """(consumer warpgroups, keys a tile, stages), best guess first."""
     wide, odd = max(p.dim, p.dim_v), p.dim % 16 > 0 or p.dim_v % 16 > 0  # odd: rows that do not start on 32 bytes
@@ -191,6 +180,18 @@ def width(dim: int, few: int) -> int:
     if columns % 64 == 0 or dim % 16 or (columns > few and columns % 32):
         return 64
     return 32 if columns % 32 == 0 else 16
+
+
+@dataclass(frozen=True)
+class Deal:
+    """What blocks, or clusters of them, are given by number: see `share` in cuda/schedule.cuh."""
+
+    tiles_head: int  # whole ones, where there are parts
+    tiles: int  # numbers in all
+    whole: int
+    parts: int
+    width: int
+    time: float  # until the last is done, in units of STEP
 
 
 @dataclass(frozen=True)
@@ -303,6 +304,40 @@ class Measure:
         return self.mask > 0
 
     @property
+    def parted(self) -> bool:
+        """Whether the last tiles are dealt out in parts: blocks are given equally many, heads are long enough that to
+        read one again, for a part, is little, and registers suffice."""
+        plain = self.mask == 0 and self.p.program.score is None
+        return plain and self.cluster == 1 and self.groups > 1 and self.slices // self.groups >= LONG
+
+    def deal(self, sms: int) -> Deal:
+        """What so many SMs are given, in parts as wide as ends soonest."""
+        heads, step = self.p.batch * self.p.heads_kv, STEP if max(self.dim, self.dim_v) <= 128 else STEP_WIDE
+        if not self.parted:
+            tiles_head = -(-self.slices // (self.groups * self.cluster))
+            tiles, rounds = tiles_head * heads, tiles_head * heads * self.cluster / sms
+            time = step[self.groups] * (max(MASKED * rounds, 1.0) if self.mask else math.ceil(rounds))
+            return Deal(tiles_head, tiles, tiles, 0, self.groups, time)
+        tiles_head, rest = divmod(self.slices, self.groups)
+        left, rests = tiles_head * heads % sms, [rest] * heads if rest else []
+
+        def last(width: int) -> float:
+            dealt = [min(width, self.groups - i) for i in range(0, self.groups, width)] * left + rests
+            return max(sum(step[slices] for slices in dealt[i::sms]) for i in range(sms))
+
+        width = min(range(self.groups, 0, -1), key=last)
+        whole, parts = tiles_head * heads - left, left * -(-self.groups // width)
+        time = step[self.groups] * whole / sms + last(width)
+        return Deal(tiles_head, whole + parts + len(rests), whole, parts, width, time)
+
+    def suited(self, dev: Device) -> Tile:
+        """The tile with fewer queries where few tiles leave SMs idle. Its keys stay, and so do all results."""
+        if not dev.sm_count:
+            return self.tile
+        groups = min(range(self.groups, 0, -1), key=lambda g: replace(self, groups=g).deal(dev.sm_count or 1).time)
+        return replace(self.tile, block_m=64 * groups, warps=4 * (groups + 1))
+
+    @property
     def mask(self) -> int:
         """What rows attend to: 0 everything, 1 an interval that the mask's text gives, 2 anything else."""
         program = self.p.program
@@ -345,7 +380,7 @@ class Measure:
             "Q_BUFFERS": self.q_buffers, "Q_REGISTERS": int(self.q_registers), "JOBS": self.jobs, "ROWS": self.rows,
             "MASK": mask, "LOWER": int(mask == 2 or expressions.has_lower_end(program)),
             "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0), "SINKS": int(p.sinks),
-            "BALANCED": int(self.balanced), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
+            "BALANCED": int(self.balanced), "PARTS": int(self.parted), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
             "TURNS": int(self.turns),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32),
             "CLUSTER": self.cluster, "AHEAD": int(self.ahead), "STAGED": int(self.staged),
@@ -375,17 +410,19 @@ class Ready:
         m = spec.measure(p, plan.tile)  # type: ignore[arg-type]
         tensors = (allocate_out(p, x.q, x.layout), _padded(x.q), _padded(x.k), _padded(x.v))
         out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
-        tiles_head = -(-m.slices // (m.groups * m.cluster))  # of a cluster
-        tiles = tiles_head * p.heads_kv * p.batch
         shape = (*launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv)
         letters, sms = expressions.signature(p.program), plan.device.sm_count or 1
+        deal = m.deal(sms)
         kernel = nvrtc.Kernel(binary, "hopper_forward", SIGNATURE + letters, 128 * (m.groups + 1), m.shared_bytes)
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n // m.cluster, 1)
         reads = any(isinstance(value, torch.Tensor) for value in x.aux)
-        numbers = (*shape, tiles_head, tiles, m.section, launch.factor(p, p.softmax_scale), p.softmax_scale)
+        numbers = (
+            *shape, deal.tiles_head, deal.tiles, m.section, deal.whole, deal.parts, deal.width,
+            launch.factor(p, p.softmax_scale), p.softmax_scale,
+        )  # fmt: skip
         return cls(
-            p, kernel, m.cluster * min(tiles, sms // m.cluster),
+            p, kernel, m.cluster * min(deal.tiles, sms // m.cluster),
             numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,
             () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks,
             (maps(q, slice_, width, last), maps(k, tile, width, last), maps(v, tile, width_v)),

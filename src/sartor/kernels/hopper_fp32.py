@@ -59,7 +59,7 @@ class HopperFp32:
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
         """The tile with fewer queries, where few tiles leave SMs idle."""
-        return hopper_forward.suited(Measure.of(p, tile), dev)
+        return Measure.of(p, tile).suited(dev)
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory a block takes."""
@@ -140,6 +140,11 @@ class Measure(hopper_forward.Measure):
         return 1
 
     @property
+    def parted(self) -> bool:
+        """Never: few problems would gain."""
+        return False
+
+    @property
     def jobs(self) -> int:
         """Notes on query tiles: one, unless it is read on; the steps over keys are long."""
         return 1 if self.mask == 1 else 2
@@ -203,10 +208,10 @@ class Ready:
         items = 2 * p.batch * p.heads_kv * -(-p.seqlen_kv // m.block_n)
         first = items if tiles_head < FEW_TILES else min(items, 4 * sms)
         of_k = (p.batch, p.seqlen_kv, p.heads_kv)
-        scale = p.softmax_scale * split.regained(p.dim)
+        scaled = fp32_forward.regained(p)
         numbers = (
             *launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, tiles_head, tiles, m.section, first,
-            launch.factor(p, scale), scale, noise(p),
+            scaled["factor"], scaled["scale"], noise(p),
         )  # fmt: skip
         kernel = nvrtc.Kernel(
             binary, "hopper_fp32", SIGNATURE + expressions.signature(p.program), 128 * (m.groups + 1), m.shared_bytes

@@ -64,6 +64,7 @@ CHANGES = {
         "a query tile is claimed one ahead where it is claimed late, and the reverse", {"jobs": lambda m: 3 - m.jobs}
     ),
     "static": Change("query tiles are dealt out, not claimed, the longest first", {"balanced": lambda m: False}),
+    "whole": Change("the last query tiles are dealt out whole, not in parts", {"parted": lambda m: False}),
     "any-mask": Change(
         "the mask is taken for one that is no interval, for which blocks do not load for each other",
         {"mask": lambda m: 2 * (m.mask > 0), "cluster": lambda m: 1},

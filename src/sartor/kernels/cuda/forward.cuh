@@ -4,8 +4,9 @@
 // its place is free for the next (LEAD), and its measure in macros: DIM_V, COLUMNS (of the output, at most DIM_V), GROUPS
 // (consumer warpgroups), BLOCK_N (keys a tile), STAGES_K, STAGES_V, Q_BUFFERS, JOBS (notes on query tiles: one, or one
 // ahead), ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval has a lower end), SCORE,
-// PRESCALE, SINKS, BALANCED, RAGGED (the last key tile is not full), TURNS (warpgroups take turns at the tensor cores),
-// WIDE (float32 output), BF16, CLUSTER (blocks that work on neighbouring query tiles and share what is loaded: 1 or 2).
+// PRESCALE, SINKS, BALANCED, PARTS (see `share`), RAGGED (the last key tile is not full), TURNS (warpgroups take turns at
+// the tensor cores), WIDE (float32 output), BF16, CLUSTER (blocks that work on neighbouring query tiles and share what is
+// loaded: 1 or 2).
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/near.cuh"
@@ -13,7 +14,7 @@
 
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
-constexpr bool SKIPS = MASK && GROUPS * CLUSTER > 1;  // whether warpgroups pass over key tiles that only others see
+constexpr bool SKIPS = GROUPS * CLUSTER > 1 && (MASK || PARTS);  // whether warpgroups pass over key tiles that only others see
 using Half = Half16<BF16>;
 using Part = Slice<ROWS>;
 using Job = Work<GROUPS, MASK == 2>;
@@ -60,15 +61,17 @@ struct Rings {
 
 // ---- the scheduler: one warp that finds the next query tile and its keys, as late as the loader can wait for it: a block
 // that has claimed long tiles ahead leaves others idle in the end
-DEVICE void describe(const Place& at, u32 slot, const Shape& n, const Aux& x) {
+DEVICE void describe(const Share& at, u32 slot, const Shape& n, const Aux& x) {
   const bool lead = (threadIdx.x & 31) == 0;
   int lo = MASK ? n.seqlen_kv : 0, hi = MASK ? 0 : n.seqlen_kv;
 #pragma unroll 1
   for (int i = 0; i < CLUSTER * GROUPS; i++) {  // slices of the whole cluster, all of which read the same keys
     const int g = CLUSTER > 1 ? i - int(cluster_rank()) * GROUPS : i;
     const bool own = CLUSTER == 1 || (g >= 0 && g < GROUPS);
-    int full_lo = 0, full_hi = n.seqlen_kv, own_hi = MASK ? 0 : n.seqlen_kv;
-    const Part part = Part::number(at.tile * (CLUSTER * GROUPS) + i, n);
+    Part part = Part::number(at.tile * (CLUSTER * GROUPS) + at.first + i, n);
+    if (PARTS && i >= imin(at.count, GROUPS - at.first)) part.first_query = n.seqlen_q;  // past the end: another block's
+    const bool all = !MASK && !(PARTS && part.first_query >= n.seqlen_q);
+    int full_lo = 0, full_hi = n.seqlen_kv, own_hi = all ? n.seqlen_kv : 0;
 #if MASK
     UNROLL for (int r = 0; r < 2; r++) {  // rows past the end count as the last: what all read is loaded at once
       const int row = (threadIdx.x & 31) + 32 * r;
@@ -135,7 +138,7 @@ template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, 
     if (BALANCED && !first) next = claim(base, t.work, ~jobs.turn & 1);
     number = __shfl_sync(ALL, next, 0);
     if (number >= n.tiles) break;
-    const Place at = locate<BALANCED>(number, n);
+    const Share at = share<GROUPS, BALANCED, PARTS>(number, n);
     describe(at, base + AT_JOBS + jobs.stage() * Job::bytes, n, x);
     __syncwarp();
     if (lane < TELLERS) barrier_arrive(jobs.full());
@@ -195,6 +198,9 @@ template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const
     rings.q.next();
   }
 }
+
+// Bits of those of a thread's keys, two of every eight, that are from `key` on
+DEVICE u32 from_column(int key) { return shift_left(~0u, imax(2 * (key >> 3) + imin(key & 7, 2), 0)); }
 
 // ---- a consumer warpgroup: what it knows of its query tile
 struct Worker {
@@ -270,6 +276,14 @@ struct Worker {
     bring(near(), batch, query_head(own), part.query(own), tile * BLOCK_N, x, n);
   }
 
+  // Of row r and 128 keys from the tile's w-th on, what is not seen; comparing each key would cost twice as much
+  DEVICE static void hide(float (&s)[BLOCK_N / 2], int r, int w, u32 seen) {
+    UNROLL for (int i = 0; i < imin(BLOCK_N - w, 128) / 4; i++) {
+      float& x = s[w / 2 + i / 2 * 4 + 2 * r + i % 2];
+      x = seen >> i & 1 ? x : -INF;
+    }
+  }
+
   // The mask where it is no interval: a loop makes bits of it, 2 * i + e for key 8 * i + e, in few registers
 #if MASK == 2
   DEVICE void look_at_every_key(float (&s)[BLOCK_N / 2], int first, const int (&heads)[2], const int (&query)[2]) const {
@@ -284,8 +298,8 @@ struct Worker {
           kept[r] = kept[r] << 1 | (keep(batch, heads[r], query[r], kv, x, n, y[e]) & (kv < n.seqlen_kv));
         }
       }
-    UNROLL for (int i = 0; i < BLOCK_N / 2; i++)
-      if (!(kept[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) s[i] = -INF;
+    UNROLL for (int w = 0; w < BLOCK_N; w += 128)
+      UNROLL for (int r = 0; r < 2; r++) hide(s, r, w, u32(kept[r] >> w / 4));
   }
 #endif
 
@@ -321,11 +335,9 @@ struct Worker {
     UNROLL for (int r = 0; r < 2; r++) shared_load_pair(lo[r], hi[r], job() + Job::interval(group, row + 8 * r));
     if (imin(lo[0], lo[1]) < 0) return look_at_every_key(s, first, heads, query);
 #endif
-    UNROLL for (int r = 0; r < 2; r++) lo[r] -= first, hi[r] -= first;
-    UNROLL for (int i = 0; i < BLOCK_N / 2; i++) {
-      const int r = i / 2 % 2, offset = i / 4 * 8 + i % 2;
-      if (offset >= hi[r] || (LOWER && offset < lo[r])) s[i] = -INF;
-    }
+    UNROLL for (int w = 0; w < BLOCK_N; w += 128)
+      UNROLL for (int r = 0; r < 2; r++)
+        hide(s, r, w, (LOWER ? from_column(lo[r] - first - w) : ~0u) & ~from_column(hi[r] - first - w));
   }
 
   // What is left of a finished query tile: its place, its normalisers

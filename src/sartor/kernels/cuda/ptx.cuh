@@ -111,6 +111,11 @@ template <class T> DEVICE T opaque(T x) {  // what is made of it is made anew ea
   return x;
 }
 
+DEVICE u32 shift_left(u32 x, u32 by) {  // 0 where C++ leaves it open, from 32 on
+  asm("shl.b32 %0, %0, %1;" : "+r"(x) : "r"(by));
+  return x;
+}
+
 // ---- shared memory
 DEVICE void shared_store(u32 address, int x) { asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 DEVICE int shared_load(u32 address) {

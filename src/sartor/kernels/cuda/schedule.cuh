@@ -4,7 +4,7 @@
 #include "cuda/ptx.cuh"
 #include "cuda/tma.cuh"
 
-struct Shape { int heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section; };
+struct Shape { int heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section, whole, parts, width; };
 
 template <int ROWS> struct Slice {
   static constexpr int heads = 64 / ROWS;
@@ -48,4 +48,16 @@ template <bool BALANCED> DEVICE Place locate(int number, const Shape& n) {
     tile = number - flat * n.tiles_head;
   }
   return {flat / n.heads_kv, flat % n.heads_kv, tile};
+}
+
+// What a block is given under number `number`: `count` slices of a tile, from its `first` on, as far as there are. With
+// PARTS, `n.whole` whole tiles, equally many a block, come first; then the other whole tiles, in `n.parts` parts of
+// `n.width` slices; then what is left of each head, too little for a tile.
+struct Share : Place { int first, count; };
+template <int GROUPS, bool BALANCED, bool PARTS> DEVICE Share share(int number, const Shape& n) {
+  const int part = number - n.whole, pieces = ceil_div(GROUPS, n.width);
+  if (!PARTS || part < 0) return {locate<BALANCED>(number, n), 0, GROUPS};
+  if (part < n.parts) return {locate<BALANCED>(n.whole + part / pieces, n), part % pieces * n.width, n.width};
+  const int flat = part - n.parts;
+  return {{flat / n.heads_kv, flat % n.heads_kv, n.tiles_head}, 0, GROUPS};
 }
