@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -114,20 +115,22 @@ def _seconds(rows: list[Record]) -> float:
 def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
     """Run the commands one after the other; whether all of them were run and succeeded.
 
-    What a suite calls is compiled ahead, by several processors. A command that would not end within the limit is left
-    out, one that takes three times as long as it should is stopped. The records that a command found are put back
+    What there is time for is compiled ahead, by several processors. A command that would not end within the limit is
+    left out, one that takes three times as long as it should is stopped. The records that a command found are put back
     where it fails: records of a part would stand for those of the whole.
     """
-    deadline, whole = time.monotonic() + limit_s, True
+    deadline, whole, wanted = time.monotonic() + limit_s, True, list(wanted)
+    ends = accumulate(stage.seconds for stage in wanted)
+    work = [case for stage, end in zip(wanted, ends, strict=True) if end <= limit_s for case in stage.work]
+    if work:
+        with suppress(BrokenProcessPool):  # then the bench compiles, and tells what is wrong
+            compile_ahead(work, "cuda", min(MOST_PROCESSES, os.cpu_count() or 1))
     for stage in wanted:
         start = time.monotonic()
         if stage.seconds > deadline - start:
             tell(f"left out, {stage.seconds:.0f} s of {deadline - start:.0f}: {stage}")
             whole = False
             continue
-        if stage.work:
-            with suppress(BrokenProcessPool):  # then the bench compiles, and tells what is wrong
-                compile_ahead(stage.work, "cuda", min(MOST_PROCESSES, os.cpu_count() or 1))
         files = (stage.file, stage.file.with_suffix(".csv")) if stage.arguments[0] != "verify" else ()
         before = {file: file.read_bytes() for file in files if file.is_file()}
         outcome = _outcome(stage, min(deadline - time.monotonic(), 3 * stage.seconds))
