@@ -95,6 +95,14 @@ def test_a_run_becomes_records_csv_and_tables(tmp_path: Path, fast_ceilings: Non
     assert "sdpa-flash: needs an NVIDIA GPU" in text
 
 
+def test_ratios_are_of_whom_the_suite_says(tmp_path: Path, fast_ceilings: None) -> None:
+    found = [r for r in measured(suite(SMALL, who=("sartor:blocked", "sartor", "sdpa")), tmp_path) if r.mode == "fwd"]
+    ms = {r.provider: r.ms for r in found}
+    text = tables.speed(found, "sdpa", ours="sartor:blocked").markdown()
+    assert f"{ms['sdpa'] / ms['sartor:blocked']:.2f}x" in text.splitlines()[-3]
+    assert "how many times as fast sartor:blocked is" in text
+
+
 def test_replacing_keeps_only_the_last_run_of_a_mode(tmp_path: Path, fast_ceilings: None) -> None:
     one = suite(SMALL, who=("eager",))
     measured(one, tmp_path)

@@ -97,7 +97,7 @@ def render(name: str, results: Path) -> str:
 
 def _table(view: str, suite: str, chosen: list[Record], verified: tables.Verified) -> tuple[tables.Table, bool]:
     """The table of a view, and whether its cells say what is not verified."""
-    baseline = _baseline(suite)
+    baseline, ours = _compared(suite)
     words = {f"{ablation.FAMILY}:{name}": change.words for name, change in ablation.CHANGES.items()}
     plain = {
         "memory": lambda: tables.memory(chosen),
@@ -113,7 +113,7 @@ def _table(view: str, suite: str, chosen: list[Record], verified: tables.Verifie
         return tables.first(chosen, verified), True
     if suite == "head-dims":
         return tables.head_dims(chosen, baseline, verified), True
-    return tables.speed(chosen, baseline, verified), True
+    return tables.speed(chosen, baseline, verified, ours), True
 
 
 def _parse(name: str) -> tuple[str, str, str]:
@@ -124,8 +124,12 @@ def _parse(name: str) -> tuple[str, str, str]:
 
 
 @cache
-def _baseline(suite: str) -> str:
-    return suites.load(suite).baseline if suite in suites.available() else "sdpa"
+def _compared(suite: str) -> tuple[str, str]:
+    """Whom ratios are taken against, and whose they are."""
+    if suite not in suites.available():
+        return "sdpa", "sartor"
+    found = suites.load(suite)
+    return found.baseline, found.ours
 
 
 def provenance(chosen: list[Record], everything: list[Record]) -> str:

@@ -100,8 +100,10 @@ def _follows(axis: str, records: list[Record]) -> bool:
     return twin is not None and all(getattr(r, axis) == getattr(r, twin) for r in records)
 
 
-def speed(records: list[Record], baseline: str, verified: Verified = lambda r: True) -> Table:
-    """Milliseconds and TFLOP/s (decode: GB/s) of every provider, and how Sartor compares."""
+def speed(
+    records: list[Record], baseline: str, verified: Verified = lambda r: True, ours: str = "sartor"
+) -> Table:  # fmt: skip
+    """Milliseconds and TFLOP/s (decode: GB/s) of every provider, and how `ours` compares."""
     pivot = Pivot.of(records)
     decode = all(r.mode == "decode" for r in records)
     table = _table(
@@ -117,23 +119,23 @@ def speed(records: list[Record], baseline: str, verified: Verified = lambda r: T
             if record is not None and times and record.ms == min(times.values()):
                 table.best.add((i, len(row)))
             row.append(_cell(_speed, record, reasons, verified))
-        ours, others = times.get("sartor"), [ms for name, ms in times.items() if not name.startswith("sartor")]
-        row.append(_ratio(times.get(baseline), ours))
-        row.append(_ratio(min(others, default=None), ours))
-        if ours and others:
-            ratios.append(min(others) / ours)
+        own, others = times.get(ours), [ms for name, ms in times.items() if not name.startswith("sartor")]
+        row.append(_ratio(times.get(baseline), own))
+        row.append(_ratio(min(others, default=None), own))
+        if own and others:
+            ratios.append(min(others) / own)
         table.rows.append(row)
-    table.notes += _verdict(ratios) + list(reasons)
+    table.notes += _verdict(ratios, ours) + list(reasons)
     return table
 
 
-def _verdict(ratios: list[float]) -> list[str]:
-    """How often Sartor is ahead; its worst row is named as loudly as its best."""
+def _verdict(ratios: list[float], ours: str) -> list[str]:
+    """How often we are ahead; the worst row is named as loudly as the best."""
     if not ratios:
         return []
     wins, n = sum(r > 1 for r in ratios), len(ratios)
     return [
-        f"vs: how many times as fast sartor is. Against the best other of each row: ahead on {wins} of {n}, "
+        f"vs: how many times as fast {ours} is. Against the best other of each row: ahead on {wins} of {n}, "
         f"geometric mean {geometric_mean(ratios):.2f}x, worst {min(ratios):.2f}x, best {max(ratios):.2f}x."
     ]
 

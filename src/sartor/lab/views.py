@@ -74,7 +74,7 @@ def show(console: Console, records: list[Record], suite: Suite, session: Session
     for mode in dict.fromkeys(r.mode for r in records if r.mode != CEILINGS):
         found = [r for r in records if r.mode == mode]
         console.print()
-        console.print(tables.speed(found, suite.baseline).rich())
+        console.print(tables.speed(found, suite.baseline, ours=suite.ours).rich())
         if "memory" in suite.plots:
             console.print(tables.memory(found).rich())
         if suite.name == "small" and any(r.host_us for r in found):
