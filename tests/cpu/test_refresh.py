@@ -72,7 +72,9 @@ def test_other_sources_and_missing_workloads_are_stale(folder: Path) -> None:
 def test_first_calls_are_made_ahead() -> None:
     """Of providers that wait for a compiler; one that fails costs no other."""
     w = Workload(1, 2, 2, 32, 32, 16, 16, "float32")
-    assert refresh.compile_ahead([(w, ("sartor", "sdpa", "sartor:nothing"))], "cpu", 1) == 1
+    with refresh.compilers(1) as pool:
+        assert refresh.compile_ahead(pool, [(w, ("sartor", "sdpa", "sartor:nothing"))], "cpu") == 1
+        assert refresh.compile_ahead(pool, [], "cpu") == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

@@ -14,7 +14,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -115,49 +114,60 @@ def _seconds(rows: list[Record]) -> float:
 def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
     """Run the commands one after the other; whether all of them were run and succeeded.
 
-    What there is time for is compiled ahead, by several processors. A command that would not end within the limit is
-    left out, one that takes three times as long as it should is stopped. The records that a command found are put back
+    What a suite calls is compiled ahead, by several processors. A command that would not end within the limit is left
+    out, one that takes three times as long as it should is stopped. The records that a command found are put back
     where it fails: records of a part would stand for those of the whole.
     """
-    deadline, whole, wanted = time.monotonic() + limit_s, True, list(wanted)
-    ends = accumulate(stage.seconds for stage in wanted)
-    work = [case for stage, end in zip(wanted, ends, strict=True) if end <= limit_s for case in stage.work]
-    if work:
-        with suppress(BrokenProcessPool):  # then the bench compiles, and tells what is wrong
-            compile_ahead(work, "cuda", min(MOST_PROCESSES, os.cpu_count() or 1))
-    for stage in wanted:
-        start = time.monotonic()
-        if stage.seconds > deadline - start:
-            tell(f"left out, {stage.seconds:.0f} s of {deadline - start:.0f}: {stage}")
-            whole = False
-            continue
-        files = (stage.file, stage.file.with_suffix(".csv")) if stage.arguments[0] != "verify" else ()
-        before = {file: file.read_bytes() for file in files if file.is_file()}
-        outcome = _outcome(stage, min(deadline - time.monotonic(), 3 * stage.seconds))
-        for file in files if outcome else ():
-            file.unlink(missing_ok=True)
-            if file in before:
-                file.write_bytes(before[file])
-        tell(f"{outcome or 'done'} after {time.monotonic() - start:.0f} s: {stage}")
-        whole &= not outcome
+    deadline, whole = time.monotonic() + limit_s, True
+    with compilers(min(MOST_PROCESSES, os.cpu_count() or 1)) as pool:
+        for stage in wanted:
+            start = time.monotonic()
+            if stage.seconds > deadline - start:
+                tell(f"left out, {stage.seconds:.0f} s of {deadline - start:.0f}: {stage}")
+                whole = False
+                continue
+            with suppress(BrokenProcessPool):  # then the bench compiles, and tells what is wrong
+                compile_ahead(pool, stage.work, "cuda")
+            outcome = _kept(stage, min(deadline - time.monotonic(), 3 * stage.seconds))
+            tell(f"{outcome or 'done'} after {time.monotonic() - start:.0f} s: {stage}")
+            whole &= not outcome
     return whole
 
 
-def compile_ahead(work: Iterable[tuple[Workload, tuple[str, ...]]], device: str, processes: int) -> int:
-    """Make first calls in several processes, for what compilers leave on disk; how many. No caller waits for one then.
+def compilers(processes: int) -> ProcessPoolExecutor:
+    """Processes that compile ahead. They start when they have something to do, and stay: a start takes seconds."""
+    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+
+
+def compile_ahead(pool: ProcessPoolExecutor, work: Iterable[tuple[Workload, tuple[str, ...]]], device: str) -> int:
+    """Make first calls, for what compilers leave on disk; how many. No caller waits for one then.
 
     What fails here is told by the bench.
     """
     calls = [(name, w, device) for w, who in work for name in who if name.split(":")[0] in COMPILED]
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        return sum(pool.map(_call, *zip(*calls, strict=True))) if calls else 0
+    return sum(pool.map(_call, *zip(*calls, strict=True))) if calls else 0
 
 
 def _call(name: str, w: Workload, device: str) -> int:
-    with suppress(Exception):
+    try:
         fresh.first_call(name, w, torch.device(device))
         return 1
-    return 0
+    except Exception:
+        return 0
+    finally:
+        torch.cuda.empty_cache()  # the memory is the bench's now
+
+
+def _kept(stage: Stage, limit_s: float) -> str:
+    """Run a command; nothing, or what went wrong, and then the records are what they were."""
+    files = (stage.file, stage.file.with_suffix(".csv")) if stage.arguments[0] != "verify" else ()
+    before = {file: file.read_bytes() for file in files if file.is_file()}
+    outcome = _outcome(stage, limit_s)
+    for file in files if outcome else ():
+        file.unlink(missing_ok=True)
+        if file in before:
+            file.write_bytes(before[file])
+    return outcome
 
 
 def _outcome(stage: Stage, limit_s: float) -> str:
