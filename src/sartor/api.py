@@ -69,7 +69,7 @@ def attention(
         kernel: "auto", or a family ("hopper", "fp32", "triton", "torch", ...) or one of its kernels ("fp32_forward")
             by name, which then runs or raises.
         precision: for float32 inputs, "ieee" (float32 accuracy, by pairs of float16; docs/numerics.md)
-            or "tf32".
+            or "tf32" (10 bits of mantissa; on Hopper slower than that).
 
     Returns:
         out (batch, seqlen_q, heads_q, dim_v) in `layout`. A row that attends to no key is 0, its lse -inf (its sink's
