@@ -136,7 +136,12 @@ def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) ->
 
 def compilers(processes: int) -> ProcessPoolExecutor:
     """Processes that compile ahead. They start when they have something to do, and stay: a start takes seconds."""
-    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_alone)
+
+
+def _alone() -> None:
+    """Without processes of their own: Inductor would start as many again for each."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 def compile_ahead(pool: ProcessPoolExecutor, work: Iterable[tuple[Workload, tuple[str, ...]]], device: str) -> int:
