@@ -185,15 +185,18 @@ class Problem:
 
 
 def mask_class(p: Problem) -> str:
-    """`full` without a mask or score, `band` for a causal mask, `tensor` where a bias or mask is read for every pair of
-    query and key, `score` for other scores, with a mask or without, `mods` for other masks, windows among them."""
+    """`full` without a mask or score, `band` where a row attends to all keys up to one of them, as with a causal mask,
+    `window` where it attends to any interval of keys, `tensor` where a bias or mask is read for every pair of query and
+    key, `score` for other scores, with a mask or without, `mods` for other masks, documents among them."""
     if any({"q", "k"} <= set(a.pattern.lower()) for a in p.program.aux):
         return "tensor"
     if p.program.score is not None:
         return "score"
     if p.program.keep is None:
         return "full"
-    return "band" if p.mask_name == "causal" else "mods"
+    if not p.program.is_interval:
+        return "mods"
+    return "window" if p.program.has_lower_end else "band"
 
 
 def _rows_on_16_bytes(t: torch.Tensor) -> bool:

@@ -48,8 +48,10 @@ def call_of(dim, kind="full", dtype=torch.bfloat16, dim_v=None, length=LENGTH, *
     widths = (dim, dim, dim_v or dim)
     q, k, v = (torch.empty((BATCH, length, HEADS, n), dtype=dtype, device="meta") for n in widths)
     bias = torch.empty((length, length), dtype=dtype, device="meta")
-    options |= {"tensor": {"bias": bias}, "score": {"softcap": 30.0}, "mods": {"mask": mods.prefix(64)}}.get(kind, {})
-    return Call(q, k, v, causal=kind == "band", **options)
+    ids = torch.empty((BATCH, length), dtype=torch.int64, device="meta")
+    by_kind = {"window": {"window": (64, 0)}, "mods": {"mask": mods.document(ids)}}
+    by_kind |= {"tensor": {"bias": bias}, "score": {"softcap": 30.0}}
+    return Call(q, k, v, causal=kind == "band", **options, **by_kind.get(kind, {}))
 
 
 def launches(kernel, call, tile, arch):

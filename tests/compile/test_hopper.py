@@ -48,7 +48,8 @@ def meta(*shape, dtype=torch.float32):
 
 def of_class(mask, dim, n):
     """A problem of a class of masks, n queries and keys."""
-    options = {"band": {"causal": True}, "tensor": {"bias": meta(n, n, dtype=BF16)}, "mods": {"mask": mods.prefix(64)}}
+    options = {"band": {"causal": True}, "window": {"window": (1023, 0)}, "tensor": {"bias": meta(n, n, dtype=BF16)}}
+    options |= {"mods": {"mask": mods.document(meta(2, n, dtype=torch.int64)), "causal": True}}
     options |= {"score": {"causal": True, "alibi_slopes": meta(4)}}  # what takes most registers
     return problem(dim, lengths=(n, n), **options.get(mask, {}))
 

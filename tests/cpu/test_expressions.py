@@ -60,7 +60,7 @@ def test_intervals_of_rows_and_columns():
         text = expressions.source(found)
         assert "DEVICE Span rows(int b, int h, int q, " in text
         assert "DEVICE Span cols(int b, int h, int kv, " in text
-        assert expressions.is_interval_both_ways(found)
+        assert found.is_interval_both_ways
     ids = table(1, 96, dtype=torch.int64)
-    assert not expressions.is_interval_both_ways(program(mask=mods.document(ids[:, :64], ids)))
-    assert not expressions.is_interval_both_ways(program())
+    assert not program(mask=mods.document(ids[:, :64], ids)).is_interval_both_ways
+    assert not program().is_interval_both_ways

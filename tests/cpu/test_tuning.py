@@ -41,11 +41,12 @@ def test_few_keys_have_rows_of_their_own(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        ({}, "full"), ({"causal": True}, "band"), ({"window": (5, 0)}, "mods"),
+        ({}, "full"), ({"causal": True}, "band"), ({"window": (5, 0)}, "window"),
         ({"bias": (2, 64, 64)}, "tensor"), ({"bias": (64, 64), "causal": True}, "tensor"),
         ({"mask": (64, 64)}, "tensor"),
         ({"bias": (2, 1, 64)}, "score"), ({"softcap": 3.0}, "score"),
-        ({"causal": True, "softcap": 3.0}, "score"), ({"mask": mods.prefix(3)}, "mods"),
+        ({"causal": True, "softcap": 3.0}, "score"), ({"mask": mods.prefix(3)}, "band"),
+        ({"mask": mods.document(torch.zeros((1, 64), dtype=torch.int64, device="meta"))}, "mods"),
     ],
 )  # fmt: skip
 def test_mask_classes(options, kind):

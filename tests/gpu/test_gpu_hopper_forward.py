@@ -67,6 +67,13 @@ def test_dims_of_clusters(dims, monkeypatch):
     check(monkeypatch, *inputs, causal="top_left", sinks=torch.randn(5, device="cuda"))
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_clusters_of_prefixes(dim, monkeypatch):
+    q, k, v = testing.make_inputs(1, 6, 2, 1000, 1000, dim, None, torch.bfloat16, "cuda", "bshd", 0)
+    out, lse = check(monkeypatch, q, k, v, causal=False, mask=mods.prefix(300))
+    testing.check_all({"out": out, "lse": lse}, q, k, v, mask=mods.prefix(300))
+
+
 def test_clusters_of_few_queries(monkeypatch):
     """Heads that share keys share a slice, more tiles than blocks, and a value that is not a number."""
     q, k, v = testing.make_inputs(50, 16, 2, 40, 800, 128, None, torch.bfloat16, "cuda", "bshd", 0)
@@ -82,6 +89,23 @@ OPTIONS = {
     "softcap": lambda: {"softcap": 3.0, "causal": True},
     "document": lambda: {"mask": mods.document(*(torch.arange(n, device="cuda")[None] // 90 for n in (300, 700)))},
 }
+
+
+@pytest.mark.parametrize("name", ["window", "document"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_keys_that_only_others_see(dim, name):
+    """More of them than there are stages, at both ends, in narrow tiles and wide ones."""
+    q, k, v = testing.make_inputs(2, 40, 8, 700, 700, dim, None, torch.bfloat16, "cuda", "bshd", 0)
+    ids = torch.arange(700, device="cuda")[None] // 23
+    options = {"window": {"window": (3, 30)}, "document": {"mask": mods.document(ids)}}[name]
+    call, found = Call(q, k, v, **options), {}
+    for tile in SPEC.tiles(Problem.of(call), DEVICE):
+        if (tile.block_n, tile.stages) in ((16, 2), (64, 4)):
+            found.setdefault(tile.block_n, []).extend(results(call, tile))
+    for some in found.values():
+        out, lse = same(some)
+        testing.check_all({"out": out, "lse": lse}, q, k, v, **options)
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -132,7 +132,7 @@ def reasons(p: Problem, dev: Device) -> list[str]:
     why = hopper_forward.reasons(p, dev)
     if p.program.score is not None:
         why.append(f"needs scores as they are: registers hold weights in their place, got {p.score_name}")
-    if p.program.keep is not None and not expressions.is_interval_both_ways(p.program):
+    if p.program.keep is not None and not p.program.is_interval_both_ways:
         why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
     return why
 

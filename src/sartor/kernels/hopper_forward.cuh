@@ -6,18 +6,21 @@
 // both tiles of queries.
 //
 // Beside the measure of cuda/forward.cuh: DIM (a multiple of 16; DIM_V is one of 8), WIDTH, WIDTH_V (columns a swizzled
-// chunk), LAST (columns of a narrower last chunk of q and k, or 0), Q_REGISTERS, DIM_EXACT (the head dim, padded to 8),
-// AHEAD (the next query tile is there before this one is done with), STAGED (the copy engine stores the output).
+// chunk), LAST (columns of a narrower last chunk of q and k, or 0), HELD (of q, how many times 16 columns are held in
+// registers: the product of two operands in shared memory waits for them), DIM_EXACT (the head dim, padded to 8), AHEAD
+// (the next query tile is there before this one is done with), STAGED (the copy engine stores the output).
 #pragma once
 
 using QTile = Staged<DIM, 64, WIDTH, LAST>;
 using KTile = Staged<DIM, BLOCK_N, WIDTH, LAST>;
 using VTile = Staged<DIM_V, BLOCK_N, WIDTH_V>;
 constexpr int LEAD = JOBS == 1 ? 2 : 0;
+constexpr bool LEAVES = MASK && LOWER;
 #include "cuda/forward.cuh"
 #include "hopper_repair.cuh"
 
 constexpr int STEPS = DIM / 16;
+constexpr bool Q_REGISTERS = HELD == STEPS;  // all of q: its place is free for the next at once
 constexpr bool LATE = !Q_REGISTERS && STAGES_V < STAGES_K;  // whether values come after the next tile's keys
 constexpr bool EARLY = !AHEAD || SCORE;  // normalisers at once, or when the next product is under way: it wants registers
 // The output as it is staged, in place of a tile that is read no more: q's, or each warpgroup in its part of the last
@@ -34,8 +37,8 @@ struct Consumer : Worker {
 #if MASK
   Marks marks;
 #endif
-#if Q_REGISTERS
-  u32 q[4 * STEPS];
+#if HELD
+  u32 q[4 * HELD];
 #endif
 
   DEVICE Consumer(const Tensors& t, const Shape& n, const Aux& x, float factor, float scale, u32 base, int group)
@@ -44,9 +47,9 @@ struct Consumer : Worker {
   DEVICE void begin_q() {
     bring_near(j);
     rings.q.await_full();
-#if Q_REGISTERS
+#if HELD
     const int r = warp * 16 + (lane & 15);
-    UNROLL for (int k = 0; k < STEPS; k++) {
+    UNROLL for (int k = 0; k < HELD; k++) {
       u32(&piece)[4] = *reinterpret_cast<u32(*)[4]>(q + 4 * k);
       load_matrix(piece, q_tile() + QTile::chunk(k) + QTile::swizzled(r, k, lane >> 4));
     }
@@ -60,12 +63,14 @@ struct Consumer : Worker {
     const u32 keys = along_k(local(base) + AT_K) + rings.k.stage() * (KTile::bytes >> 4);
     UNROLL for (int k = 0; k < STEPS; k++) {
       const u64 b = sixteen<KTile>(keys, k);
-#if Q_REGISTERS
-      k ? Wgmma<BLOCK_N>::rs<false, false>(s, q + 4 * k, b) : Wgmma<BLOCK_N>::rs<true, false>(s, q, b);
-#else
+#if HELD
+      if (k < HELD) {
+        k ? Wgmma<BLOCK_N>::rs<false, false>(s, q + 4 * k, b) : Wgmma<BLOCK_N>::rs<true, false>(s, q, b);
+        continue;
+      }
+#endif
       const u64 a = sixteen<QTile>(along_k(local(q_tile())), k);
       k ? Wgmma<BLOCK_N>::ss<false>(s, a, b) : Wgmma<BLOCK_N>::ss<true>(s, a, b);
-#endif
     }
     wgmma_commit();
   }
@@ -255,8 +260,9 @@ struct Consumer : Worker {
         Done last = done();
         if (!AHEAD) end_q(), multiply_last();
         if (EARLY) normalise(last, softmax, factor);
-        const bool more = next_job();
-        if (!more || skipped) {
+        const bool early = below;  // others see more keys, and may wait for these
+        bool more = early || next_job();
+        if (!more || early || skipped) {
           if (AHEAD) {
             if (!Q_REGISTERS) end_q();
             multiply_last();
@@ -267,6 +273,7 @@ struct Consumer : Worker {
           scale_output(last);
           if (AHEAD) done_v(), store<false>(last);
           else store_over_values(last), done_values();
+          if (early) leave(), more = next_job();
           if (!more) return;
           if (AHEAD) await_turn(), pass_turn();  // that of the product that the others do ahead
           break;

@@ -27,6 +27,7 @@ SHELVES = ("expressions", "near", "softmax", "split", "wgmma")
 SIGNATURE = "TTMMMPPPPqqqiiiiiiiiiiff"  # of the kernel, before the aux values
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
+ROOM = 192  # registers a thread for accumulators and queries
 LONG = 8  # whole tiles of a head, at least, where the last tiles are dealt out in parts
 MANY = 4096  # more queries and keys than these make two blocks one cluster
 STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
@@ -63,7 +64,7 @@ class HopperForward:
         measures = (self.measure(p, Tile(64 * g, n, 4 * (g + 1), s)) for g, n, s in _grid(p))
         plain = p.program.score is None
         for m in measures:
-            most = 192 if m.groups < 3 else 108 if not plain else 132 if m.mask < 2 else 120
+            most = 192 if m.groups < 3 else 108 if not plain else 132 if m.mask < 2 or m.block_n <= 96 else 120
             if m.accumulators + 8 * len(m.near) <= most and m.shared_bytes <= launch.room(dev):
                 yield m.tile
 
@@ -241,9 +242,18 @@ class Measure:
         return self.block_n // 2 + self.block_n // 4 + self.dim_v // 2
 
     @property
+    def held(self) -> int:
+        """Steps of q k^T whose columns of q are held in registers: all, or as many as there is room for beside a plain
+        mask. The others read two operands from shared memory, which is as fast as tensor cores at best."""
+        room = max(ROOM - self.accumulators, 0) // 4 if self.groups < 3 else 0
+        if room >= self.steps:
+            return self.steps
+        return room if self.p.program.score is None else 0
+
+    @property
     def q_registers(self) -> bool:
-        """Whether q is kept in registers."""
-        return self.groups < 3 and self.accumulators + 4 * self.steps <= 192
+        """Whether all of q is held in registers."""
+        return self.held == self.steps
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -275,10 +285,11 @@ class Measure:
     @property
     def staged(self) -> bool:
         """Whether the copy engine stores the output, from shared memory: where rows allow it, registers suffice, and
-        ptxas leaves products under way beside it (not beside chunks of 32 columns)."""
+        ptxas leaves products under way beside it (not beside chunks of 32 columns). Over values only where all
+        warpgroups end with the same."""
         p = self.p
         rows = p.out_dtype == p.dtype and p.dim_v % 8 == 0 and self.rows == 64
-        free = self.dim <= 128 if self.ahead else self.widths[2] != 32
+        free = self.dim <= 128 if self.ahead else self.widths[2] != 32 and not self.lower
         return rows and free and p.program.score is None and self.mask < 2
 
     @property
@@ -341,7 +352,12 @@ class Measure:
     def mask(self) -> int:
         """What rows attend to: 0 everything, 1 an interval that the mask's text gives, 2 anything else."""
         program = self.p.program
-        return 0 if program.keep is None else 1 if expressions.is_interval(program) else 2
+        return 0 if program.keep is None else 1 if program.is_interval else 2
+
+    @property
+    def lower(self) -> bool:
+        """Whether what a row attends to may begin after the first key."""
+        return self.mask == 2 or self.p.program.has_lower_end
 
     @property
     def cluster(self) -> int:
@@ -377,8 +393,8 @@ class Measure:
             "DIM": self.dim, "DIM_V": self.dim_v, "DIM_EXACT": -(-p.dim // 8) * 8, "COLUMNS": p.dim_v,
             "WIDTH": width, "LAST": last, "WIDTH_V": width_v,
             "GROUPS": self.groups, "BLOCK_N": self.block_n, "STAGES_K": self.stages_k, "STAGES_V": self.stages_v,
-            "Q_BUFFERS": self.q_buffers, "Q_REGISTERS": int(self.q_registers), "JOBS": self.jobs, "ROWS": self.rows,
-            "MASK": mask, "LOWER": int(mask == 2 or expressions.has_lower_end(program)),
+            "Q_BUFFERS": self.q_buffers, "HELD": self.held, "JOBS": self.jobs, "ROWS": self.rows,
+            "MASK": mask, "LOWER": int(self.lower),
             "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0), "SINKS": int(p.sinks),
             "BALANCED": int(self.balanced), "PARTS": int(self.parted), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
             "TURNS": int(self.turns),

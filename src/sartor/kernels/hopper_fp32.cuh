@@ -17,6 +17,7 @@ using QTile = Pair<Staged<DIM, 64, WIDTH>>;
 using KTile = Pair<Staged<DIM, BLOCK_N, WIDTH>>;
 using VTile = Pair<Staged<DIM_V, BLOCK_N, WIDTH_V>>;
 constexpr int LEAD = 0;
+constexpr bool LEAVES = false;  // registers are all taken
 #include "cuda/forward.cuh"
 
 using SplitK = Splitter<DIM_EXACT, BLOCK_N, VECTOR, false>;

@@ -125,9 +125,9 @@ class Measure(hopper_forward.Measure):
         return max(SECTION_HEADS, (32 << 20) // (4 * p.seqlen_kv * (p.dim + p.dim_v)))
 
     @property
-    def q_registers(self) -> bool:
-        """Never: pairs take too many."""
-        return False
+    def held(self) -> int:
+        """None: pairs take too many registers."""
+        return 0
 
     @property
     def q_buffers(self) -> int:

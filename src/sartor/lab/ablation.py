@@ -50,7 +50,7 @@ CHANGES = {
     "turns": Change(
         "warpgroups take turns at the tensor cores where they do not, and the reverse", {"turns": lambda m: not m.turns}
     ),
-    "q-shared": Change("queries stay in shared memory, not in registers", {"q_registers": lambda m: False}),
+    "q-shared": Change("queries stay in shared memory, not in registers", {"held": lambda m: 0}),
     "no-ahead": Change(
         "queries in shared memory have one buffer: a tile's first product waits for the last one's output",
         {"ahead": lambda m: m.q_registers, "staged": lambda m: m.staged and (m.q_registers or m.groups < 3)},

@@ -277,8 +277,30 @@ class Program:
             [e.text() if e is not None else "-" for e in exprs] + [f"{a.pattern}:{a.dtype}" for a in self.aux]
         )
 
+    @property
+    def is_interval(self) -> bool:
+        """Whether a row attends to exactly [lo, hi): the interval it attends within is the one it attends to all of."""
+        return _exact(self.rows)
+
+    @property
+    def is_interval_both_ways(self) -> bool:
+        """Whether in addition a column is attended to by exactly one interval of rows."""
+        return _exact(self.rows) and _exact(self.cols)
+
+    @property
+    def has_lower_end(self) -> bool:
+        """Whether what a row attends within may begin after the first key."""
+        return self.rows is not None and self.rows[0].text() != "0"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+def _exact(spans: tuple[Expr, ...] | None) -> bool:
+    if spans is None:
+        return False
+    lo, hi, full_lo, full_hi = (e.text() for e in spans)
+    return lo == full_lo and hi == full_hi

@@ -84,28 +84,6 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
     ]
 
 
-def is_interval(program: Program) -> bool:
-    """Whether a row attends to exactly [lo, hi): the interval it attends within is the one it attends to all of."""
-    return _exact(program.rows)
-
-
-def is_interval_both_ways(program: Program) -> bool:
-    """Whether in addition a column is attended to by exactly one interval of rows."""
-    return _exact(program.rows) and _exact(program.cols)
-
-
-def _exact(spans: tuple[Expr, ...] | None) -> bool:
-    if spans is None:
-        return False
-    lo, hi, full_lo, full_hi = (e.text() for e in spans)
-    return lo == full_lo and hi == full_hi
-
-
-def has_lower_end(program: Program) -> bool:
-    """Whether the interval of a row may begin after the first key."""
-    return program.rows is not None and program.rows[0].text() != "0"
-
-
 def signature(program: Program) -> str:
     """Letters of the kernel parameters that carry the aux values, as `nvrtc.Kernel` takes them."""
     return "".join(

@@ -1,12 +1,12 @@
 // What the Hopper forwards share: shared memory, the scheduler, the loader, and a warpgroup's place, mask and output.
 //
 // The kernel that includes this has named its tiles, QTile, KTile and VTile, how many key tiles before the end of a note
-// its place is free for the next (LEAD), and its measure in macros: DIM_V, COLUMNS (of the output, at most DIM_V), GROUPS
-// (consumer warpgroups), BLOCK_N (keys a tile), STAGES_K, STAGES_V, Q_BUFFERS, JOBS (notes on query tiles: one, or one
-// ahead), ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval has a lower end), SCORE,
-// PRESCALE, SINKS, BALANCED, PARTS (see `share`), RAGGED (the last key tile is not full), TURNS (warpgroups take turns at
-// the tensor cores), WIDE (float32 output), BF16, CLUSTER (blocks that work on neighbouring query tiles and share what is
-// loaded: 1 or 2).
+// its place is free for the next (LEAD), whether a warpgroup passes over the key tiles before those that it sees (LEAVES),
+// and its measure in macros: DIM_V, COLUMNS (of the output, at most DIM_V), GROUPS (consumer warpgroups), BLOCK_N (keys a
+// tile), STAGES_K, STAGES_V, Q_BUFFERS, JOBS (notes on query tiles: one, or one ahead), ROWS (of a slice), MASK (0 none, 1
+// an interval a row, 2 any), LOWER (the interval has a lower end), SCORE, PRESCALE, SINKS, BALANCED, PARTS (see `share`),
+// RAGGED (the last key tile is not full), TURNS (warpgroups take turns at the tensor cores), WIDE (float32 output), BF16,
+// CLUSTER (blocks that work on neighbouring query tiles and share what is loaded: 1 or 2).
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/near.cuh"
@@ -71,31 +71,31 @@ DEVICE void describe(const Share& at, u32 slot, const Shape& n, const Aux& x) {
     Part part = Part::number(at.tile * (CLUSTER * GROUPS) + at.first + i, n);
     if (PARTS && i >= imin(at.count, GROUPS - at.first)) part.first_query = n.seqlen_q;  // past the end: another block's
     const bool all = !MASK && !(PARTS && part.first_query >= n.seqlen_q);
-    int full_lo = 0, full_hi = n.seqlen_kv, own_hi = all ? n.seqlen_kv : 0;
+    int full_lo = 0, full_hi = n.seqlen_kv, own_lo = MASK ? n.seqlen_kv : 0, own_hi = all ? n.seqlen_kv : 0;
 #if MASK
-    UNROLL for (int r = 0; r < 2; r++) {  // rows past the end count as the last: what all read is loaded at once
+#pragma unroll (MASK == 2 ? 1 : 2)
+    for (int r = 0; r < 2; r++) {  // rows past the end count as the last: what all read is loaded at once
       const int row = (threadIdx.x & 31) + 32 * r;
       const int head = imin(part.head(row), n.group - 1), query = imin(part.query(row), n.seqlen_q - 1);
       const Span s = rows(at.batch, at.head * n.group + head, query, x, n);
       if (MASK == 2 && own) {
         const bool whole = s.lo == s.full_lo && s.hi == s.full_hi;  // whether the row attends to all of it
-        shared_store(slot + Job::interval(g, row), whole ? imax(s.lo, 0) : -1);
-        shared_store(slot + Job::interval(g, row) + 4, imin(s.hi, n.seqlen_kv));
+        shared_store_pair(opaque(slot) + Job::interval(g, row), make_uint2(whole ? imax(s.lo, 0) : -1, imin(s.hi, n.seqlen_kv)));
       }
-      lo = imin(lo, s.lo), own_hi = imax(own_hi, s.hi);
+      own_lo = imin(own_lo, s.lo), own_hi = imax(own_hi, s.hi);
       full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
     }
-    full_lo = warp_max(full_lo), full_hi = warp_min(full_hi), own_hi = warp_max(own_hi);
-    hi = imax(hi, own_hi);
+    full_lo = warp_max(full_lo), full_hi = warp_min(full_hi), own_lo = warp_min(own_lo), own_hi = warp_max(own_hi);
+    lo = imin(lo, own_lo), hi = imax(hi, own_hi);
 #endif
     if (lead && own) {
       shared_store(slot + Job::first_query(g), part.first_query), shared_store(slot + Job::first_head(g), part.first_head);
       shared_store(slot + Job::full_begin(g), ceil_div(full_lo, BLOCK_N));
       shared_store(slot + Job::full_end(g), imax(full_hi, 0) / BLOCK_N);
+      shared_store(slot + Job::own_begin(g), imax(own_lo, 0) / BLOCK_N);
       shared_store(slot + Job::own_end(g), ceil_div(own_hi, BLOCK_N));
     }
   }
-  if (MASK) lo = warp_min(lo);
   hi = imin(imax(hi, 0), n.seqlen_kv), lo = imin(imax(lo, 0), hi);
   const int begin = lo / BLOCK_N, end = imax(ceil_div(hi, BLOCK_N), begin + 1);  // at least one, if all of it is masked
   if (lead) {
@@ -210,7 +210,8 @@ struct Worker {
   const u32 base;
   const int group, warp, lane, row;  // warp: of the group's four; row: the first of this thread's two in its slice
   Rings rings;
-  int batch = -1, head, j, begin, full_begin, full_end, skipped;  // this query tile
+  int batch = -1, head, j, begin, full_begin, full_end;  // this query tile
+  int skipped, below;  // of its key tiles, after and before those that this warpgroup sees
   Part part;
 
   DEVICE Worker(const Tensors& t, const Shape& n, const Aux& x, u32 base, int group)
@@ -243,6 +244,8 @@ struct Worker {
     batch = first, head = read(Job::head), part = {read(Job::first_query(group)), read(Job::first_head(group))};
     begin = read(Job::begin), j = read(Job::end) - 1;
     skipped = SKIPS ? imin(j - begin, imax(j + 1 - read(Job::own_end(group)), 0)) : 0;
+    below = SKIPS && LEAVES ? imin(j - skipped - begin, imax(read(Job::own_begin(group)) - begin, 0)) : 0;
+    begin += below;
     full_begin = read(Job::full_begin(group)), full_end = read(Job::full_end(group));
     if (MASK != 2) done_job();
     return true;
@@ -255,13 +258,18 @@ struct Worker {
   DEVICE void pass_turn() const {
     if (TURNS) group_arrive(8 + (group + 1) % GROUPS, 256);
   }
+  DEVICE void pass_over() {
+    await_turn(), pass_turn();
+    rings.k.await_full(), done_k();
+    rings.v.await_full(), done_v();
+  }
   DEVICE void skip() {
 #pragma unroll 1
-    for (; skipped; skipped--, j--) {
-      await_turn(), pass_turn();
-      rings.k.await_full(), done_k();
-      rings.v.await_full(), done_v();
-    }
+    for (; skipped; skipped--, j--) pass_over();
+  }
+  DEVICE void leave() {
+#pragma unroll 1
+    for (; below; below--) pass_over();
   }
 
   DEVICE u32 q_tile() const { return base + (group * Q_BUFFERS + rings.q.stage()) * QTile::bytes; }
