@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+from collections import Counter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -236,6 +237,16 @@ def test_timing_gives_every_candidate_a_turn_a_round() -> None:
     assert len(turns) > 6, "each calls a candidate many times, one after another"
     long = timing.interleave(runs, CPU, Budget(rounds=1, turn_ms=2.0, warmup_ms=0.0))
     assert all(len(t.samples) > 1 for t in long.values())
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_each_candidate_follows_each_other_equally_often(n: int) -> None:
+    names, rounds = "abcdefg"[:n], n * (1 + n % 2)
+    found = list(itertools.islice(timing.orders(names), 2 * rounds))
+    assert all(sorted(order) == list(names) for order in found)
+    for half in (found[:rounds], found[rounds:]):
+        pairs = Counter(pair for order in half for pair in itertools.pairwise(order))
+        assert pairs == dict.fromkeys(itertools.permutations(names, 2), 1 + n % 2)
 
 
 def test_the_lead_of_a_turn_does_not_count() -> None:

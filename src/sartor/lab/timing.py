@@ -1,4 +1,5 @@
-"""The one timer. Candidates take turns, a tenth of a second each, in an order shuffled again and again.
+"""The one timer. Candidates take turns, a tenth of a second each, in an order shuffled again and again, in which each
+follows each other equally often.
 
 A card at its power cap drifts by several per cent within a minute, so only times taken between each other's turns may
 be compared. It gives a kernel the clock that its power draw allows, but late: a turn begins with the clock that the one
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import median
 
 import torch
@@ -83,14 +85,30 @@ def interleave(
         return samples
 
     deadline = time.perf_counter() + budget.max_s
-    for done in range(budget.rounds):
+    for done, order in enumerate(islice(orders(list(runs)), budget.rounds)):
         if time.perf_counter() > deadline and done > 2:
             break
-        for name in random.sample(list(runs), len(runs)):
+        for name in order:
             timings[name].samples += turn(name)
     for name, run in runs.items():
         timings[name].host_us = clock.host_us(run, warm[name])
     return timings
+
+
+def orders(names: Sequence[str]) -> Iterator[list[str]]:
+    """Orders of the names without end: rows of a balanced Latin square (Williams 1949), its names and rows shuffled.
+
+    In every n of them, or 2 n where n is odd, each name comes right after each other equally often.
+    """
+    n = len(names)
+    there_and_back = [-i // 2 if i % 2 else i // 2 for i in range(n)]  # 0, -1, 1, -2, 2: every step is another one
+    square = [[(place + row) % n for place in there_and_back] for row in range(n)]
+    if n % 2:
+        square += [row[::-1] for row in square]
+    while True:
+        shuffled = random.sample(names, n)
+        for row in random.sample(square, len(square)):
+            yield [shuffled[i] for i in row]
 
 
 class _HostClock:
