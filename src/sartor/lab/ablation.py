@@ -53,7 +53,10 @@ CHANGES = {
     "q-shared": Change("queries stay in shared memory, not in registers", {"held": lambda m: 0}),
     "no-ahead": Change(
         "queries in shared memory have one buffer: a tile's first product waits for the last one's output",
-        {"ahead": lambda m: m.q_registers, "staged": lambda m: m.staged and (m.q_registers or m.groups < 3)},
+        {
+            "ahead": lambda m: m.q_registers,
+            "staged": lambda m: m.staged and (m.q_registers or (m.groups < 3 and not m.lower)),
+        },
     ),
     "plain-store": Change("threads store the output, not the copy engine", {"staged": lambda m: False}),
     "cluster": Change(
