@@ -277,17 +277,17 @@ class Program:
             [e.text() if e is not None else "-" for e in exprs] + [f"{a.pattern}:{a.dtype}" for a in self.aux]
         )
 
-    @property
+    @cached_property
     def is_interval(self) -> bool:
         """Whether a row attends to exactly [lo, hi): the interval it attends within is the one it attends to all of."""
         return _exact(self.rows)
 
-    @property
+    @cached_property
     def is_interval_both_ways(self) -> bool:
         """Whether in addition a column is attended to by exactly one interval of rows."""
         return _exact(self.rows) and _exact(self.cols)
 
-    @property
+    @cached_property
     def has_lower_end(self) -> bool:
         """Whether what a row attends within may begin after the first key."""
         return self.rows is not None and self.rows[0].text() != "0"
