@@ -49,9 +49,11 @@ def call_of(dim, kind="full", dtype=torch.bfloat16, dim_v=None, length=LENGTH, *
     q, k, v = (torch.empty((BATCH, length, HEADS, n), dtype=dtype, device="meta") for n in widths)
     bias = torch.empty((length, length), dtype=dtype, device="meta")
     ids = torch.empty((BATCH, length), dtype=torch.int64, device="meta")
-    by_kind = {"window": {"window": (64, 0)}, "mods": {"mask": mods.document(ids)}}
-    by_kind |= {"tensor": {"bias": bias}, "score": {"softcap": 30.0}}
-    return Call(q, k, v, causal=kind == "band", **options, **by_kind.get(kind, {}))
+    by_kind = {
+        "band": {"causal": True}, "window": {"window": (64, 0)}, "mods": {"mask": mods.document(ids)},
+        "tensor": {"bias": bias}, "score": {"softcap": 30.0},
+    }  # fmt: skip
+    return Call(q, k, v, **options, **by_kind.get(kind, {}))
 
 
 def launches(kernel, call, tile, arch):
