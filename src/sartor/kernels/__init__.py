@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sartor import nvrtc
+
 FORWARD = ("hopper_forward", "hopper_fp32", "fp32_forward", "triton_forward", "torch_cpu", "blocked", "reference")
 BACKWARD = (
     "hopper_backward", "hopper_fp32_backward", "fp32_backward", "triton_backward", "torch_cpu_backward",
@@ -17,8 +19,8 @@ OTHERS = {  # kernels that are made from other kernels' files too
     "hopper_fp32": ("hopper_forward", "fp32_forward", "triton_forward"),
     "fp32_forward": ("triton_forward",),
     "fp32_backward": ("triton_backward",),
-    "hopper_backward": ("hopper_forward", "triton_backward"),
-    "hopper_fp32_backward": ("hopper_backward", "hopper_forward", "fp32_backward", "triton_backward"),
+    "hopper_backward": ("triton_backward",),
+    "hopper_fp32_backward": ("hopper_backward", "fp32_backward", "triton_backward"),
 }
 
 
@@ -37,12 +39,13 @@ def families() -> tuple[str, ...]:
 
 @cache
 def source_hash(name: str) -> str:
-    """Hash of what a kernel is made from: its own files, and for GPU kernels the shelves and the code generator."""
+    """Hash of what a kernel is made from: its own files, what they include, and for GPU kernels the code generators."""
     here = Path(__file__).parent
     own = here / f"{load(name).__module__.rsplit('.', 1)[-1]}.py"
     files = [own]
-    if own.with_suffix(".cuh").is_file():
-        files += [*sorted(here.glob("hopper*.cuh")), *sorted((here / "cuda").glob("*.*")), here.parent / "nvrtc.py"]
+    if (here / f"{own.stem}.cuh").is_file():
+        files += [here / header for header in sorted(nvrtc.headers(f'#include "{own.stem}.cuh"', here))]
+        files += [*sorted((here / "cuda").glob("*.py")), here.parent / "nvrtc.py"]
     files += [here / f"{other}.py" for other in OTHERS.get(name, ())]
     if name.startswith(("triton", "fp32", "hopper")):
         files += [*sorted((here / "parts").glob("*.py")), here.parent / "mods" / "expr.py"]

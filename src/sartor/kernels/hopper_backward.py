@@ -17,9 +17,8 @@ import torch
 
 from sartor import nvrtc
 from sartor.device import Device
-from sartor.kernels import hopper_forward
 from sartor.kernels.algebra import sink_gradient
-from sartor.kernels.cuda import expressions
+from sartor.kernels.cuda import expressions, host
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.kernels.triton_backward import TritonBackward
@@ -129,7 +128,7 @@ class HopperBackward(TritonBackward):
 
 def reasons(p: Problem, dev: Device) -> list[str]:
     """What every backward of this kind needs of the machine, the lengths, scores and masks."""
-    why = hopper_forward.reasons(p, dev)
+    why = host.reasons(p, dev)
     if p.program.score is not None:
         why.append(f"needs scores as they are: registers hold weights in their place, got {p.score_name}")
     if p.program.keep is not None and not p.program.is_interval_both_ways:
@@ -215,7 +214,7 @@ class Measure:
     @property
     def width(self) -> int:
         """Columns of a swizzled chunk."""
-        return hopper_forward.width(self.p.dim, 64)
+        return host.width(self.p.dim, 64)
 
     @property
     def stages(self) -> int:
@@ -248,7 +247,7 @@ class Measure:
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
         dtype = "bf16" if self.p.dtype == torch.bfloat16 else "f16"
-        return hopper_forward.build(self, dtype, "hopper_backward", {64, self.block, self.dim})
+        return host.build(self, dtype, "hopper_backward", {64, self.block, self.dim})
 
 
 @dataclass
@@ -276,7 +275,7 @@ class Ready:
         dx, dy = m.outputs
         return cls(
             m, kernel, p.batch * heads * -(-length // (64 * m.groups)),
-            {name: hopper_forward.maps(tensors[name], (rows[name], 1), m.width) for name in names},
+            {name: host.maps(tensors[name], (rows[name], 1), m.width) for name in names},
             (
                 *launch.strides(work[dx]), *launch.strides(work[dy]), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv,
                 p.softmax_scale * launch.LOG2_E, p.softmax_scale,

@@ -17,6 +17,7 @@ using VTile = Staged<DIM_V, BLOCK_N, WIDTH_V>;
 constexpr int LEAD = JOBS == 1 ? 2 : 0;
 constexpr bool LEAVES = MASK && LOWER;
 #include "cuda/forward.cuh"
+#include "cuda/softmax.cuh"
 #include "hopper_repair.cuh"
 
 constexpr int STEPS = DIM / 16;
@@ -28,6 +29,7 @@ constexpr bool EARLY = !AHEAD || SCORE;  // normalisers at once, or when the nex
 using OutTile = Staged<DIM_V, 64, WIDTH_V>;
 constexpr int CHUNKS = imin((AHEAD ? QTile::bytes : VTile::bytes / GROUPS) / OutTile::chunk_bytes, OutTile::chunks);
 static_assert(!STAGED || CHUNKS > 0);
+static_assert(AHEAD || !STAGED || !LEAVES);  // all would have to be done with the values it lies over
 
 struct Consumer : Worker {
   const float factor, scale;

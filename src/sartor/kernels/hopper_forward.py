@@ -9,21 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from struct import Struct
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
 from sartor import nvrtc
 from sartor.device import Device
-from sartor.kernels.cuda import expressions, wgmma
+from sartor.kernels.cuda import expressions, host
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
-from sartor.problem import Problem, mask_class, name_of
+from sartor.problem import Problem, mask_class
 
-FOLDER = Path(__file__).parent
-SHELVES = ("expressions", "near", "softmax", "split", "wgmma")
 SIGNATURE = "TTMMMPPPPqqqiiiiiiiiiiff"  # of the kernel, before the aux values
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
@@ -46,7 +43,7 @@ class HopperForward:
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What TMA, wgmma and the run-time compiler need."""
-        why = reasons(p, dev)
+        why = host.reasons(p, dev)
         if p.dtype not in (torch.float16, torch.bfloat16):
             why.append(f"needs float16 or bfloat16, got {p.dtype}")
         if max(p.dim, p.dim_v) > MAX_DIM:
@@ -61,11 +58,9 @@ class HopperForward:
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first."""
-        measures = (self.measure(p, Tile(64 * g, n, 4 * (g + 1), s)) for g, n, s in _grid(p))
-        plain = p.program.score is None
-        for m in measures:
-            most = 192 if m.groups < 3 else 108 if not plain else 132 if m.mask < 2 or m.block_n <= 96 else 120
-            if m.accumulators + 8 * len(m.near) <= most and m.shared_bytes <= launch.room(dev):
+        for g, n, s in _grid(p):
+            m = self.measure(p, Tile(64 * g, n, 4 * (g + 1), s))
+            if m.accumulators + 8 * len(m.near) <= m.registers and m.shared_bytes <= launch.room(dev):
                 yield m.tile
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
@@ -85,7 +80,7 @@ class HopperForward:
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
         m, dtype = self.measure(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
-        return build(m, dtype, "hopper_forward", (m.block_n, m.dim_v))
+        return host.build(m, dtype, "hopper_forward", (m.block_n, m.dim_v))
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out, (b, sq, hq, dv) or in the layout of `x`, and lse (b, hq, sq)."""
@@ -98,61 +93,9 @@ class HopperForward:
         return ready.run(x)  # type: ignore[no-any-return]
 
 
-def reasons(p: Problem, dev: Device) -> list[str]:
-    """What every kernel of this kind needs of the machine, the lengths and what the mods read."""
-    why = []
-    if dev.arch != 90:
-        why.append(f"needs compute capability 9.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
-    elif nvrtc.missing():
-        why.append(nvrtc.missing())
-    if p.empty:
-        why.append(f"needs a query and a key, got batch {p.batch}, {p.seqlen_q} queries, {p.seqlen_kv} keys")
-    unknown = sorted({a.dtype for a in p.program.aux if a.dtype} - set(expressions.TYPES))
-    return [*why, *(f"needs masks and scores that read a dtype CUDA C++ has, got {dtype}" for dtype in unknown)]
-
-
-class Cut(Protocol):
-    """What a kernel is cut to, whichever it is."""
-
-    @property
-    def p(self) -> Problem:
-        """The problem."""
-
-    @property
-    def near(self) -> tuple[int, ...]:
-        """The aux values that are brought to shared memory tile by tile."""
-
-    def defines(self) -> dict[str, Any]:
-        """Macros by name."""
-
-
-def build(m: Cut, dtype: str, file: str, widths: Iterable[int]) -> nvrtc.Binary:
-    """Compile a kernel, `file` in this folder, with a measure, the mods of its problem, and products of `dtype`, which
-    are as wide as `widths` says."""
-    text = "\n".join([
-        *(f'#include "cuda/{shelf}.cuh"' for shelf in SHELVES),
-        *(f"#define {name} {value}" for name, value in m.defines().items()),
-        expressions.source(m.p.program, m.near),
-        wgmma.wrappers(widths, dtype),
-        f'#include "{file}.cuh"',
-    ])  # fmt: skip
-    return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name=f"{file}.cu")
-
-
-def stream_zeros(kept: dict[int, torch.Tensor], size: int, device: torch.device) -> torch.Tensor:
-    """int32 zeros that every launch leaves as zeros: one a stream, in `kept`, since launches on different streams may
-    overlap. A captured graph has its own, which the graph clears."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(size, dtype=torch.int32, device=device)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    if stream not in kept:
-        kept[stream] = torch.zeros(size, dtype=torch.int32, device=device)
-    return kept[stream]
-
-
 def paired(p: Problem) -> bool:
-    """Whether blocks of neighbouring query tiles load keys and values for each other: under a causal mask few read the
-    same at the same time, and what comes from L2 costs power."""
+    """Whether blocks of neighbouring query tiles load keys and values for each other: where later rows see more keys
+    (causal masks, prefixes) few read the same at the same time, and what comes from L2 costs power."""
     return mask_class(p) == "band" and min(p.seqlen_q, p.seqlen_kv) > MANY
 
 
@@ -172,15 +115,6 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
     """The tensor with its last dim a multiple of 8: itself, or a copy with up to 7 columns of zeros."""
     missing = -t.shape[3] % 8
     return torch.nn.functional.pad(t, (0, missing)) if missing else t
-
-
-def width(dim: int, few: int) -> int:
-    """Columns of a swizzled chunk, for a head dim: the widest that fills up; the widest of all where narrow ones would
-    have to fill more than `few` columns, or where rows do not start on 32 bytes, which narrow copies feel most."""
-    columns = -(-dim // 16) * 16
-    if columns % 64 == 0 or dim % 16 or (columns > few and columns % 32):
-        return 64
-    return 32 if columns % 32 == 0 else 16
 
 
 @dataclass(frozen=True)
@@ -242,6 +176,15 @@ class Measure:
         return self.block_n // 2 + self.block_n // 4 + self.dim_v // 2
 
     @property
+    def registers(self) -> int:
+        """Registers a thread that accumulators, and what is read for every pair, may take: the rest is beside them."""
+        if self.groups < 3:
+            return 192
+        if self.p.program.score is not None:
+            return 108
+        return 132 if self.mask < 2 or self.block_n <= 96 else 120
+
+    @property
     def held(self) -> int:
         """Steps of q k^T whose columns of q are held in registers: all, or as many as there is room for beside a plain
         mask. The others read two operands from shared memory, which is as fast as tensor cores at best."""
@@ -262,8 +205,8 @@ class Measure:
         if self.dim > 64 and rest in (16, 32):
             qk, last = 64, rest
         else:
-            qk, last = (32, 16) if self.p.dim == 48 else (width(self.p.dim, 64), 0)
-        return qk, last, width(self.p.dim_v, 64)
+            qk, last = (32, 16) if self.p.dim == 48 else (host.width(self.p.dim, 64), 0)
+        return qk, last, host.width(self.p.dim_v, 64)
 
     @property
     def row_bytes(self) -> tuple[int, int]:
@@ -441,8 +384,8 @@ class Ready:
             p, kernel, m.cluster * min(deal.tiles, sms // m.cluster),
             numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,
             () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks,
-            (maps(q, slice_, width, last), maps(k, tile, width, last), maps(v, tile, width_v)),
-            maps(out, (16, 1), width_v) if m.staged else None,
+            (host.maps(q, slice_, width, last), host.maps(k, tile, width, last), host.maps(v, tile, width_v)),
+            host.maps(out, (16, 1), width_v) if m.staged else None,
             torch.empty(1, device=q.device).expand(p.batch, p.heads_q, p.seqlen_q),
         )  # fmt: skip
 
@@ -456,7 +399,7 @@ class Ready:
         maps_q, maps_k, maps_v = self.maps
         work, inputs = None, b""
         if self.strides:
-            work = stream_zeros(self.spaces, MARKS + self.marks, q.device)
+            work = host.stream_zeros(self.spaces, MARKS + self.marks, q.device)
             of_q, of_k, of_v = self.strides
             inputs = INPUTS.pack(at_q, *of_q, at_k, *of_k, at_v, *of_v)
         at_out = out.data_ptr()
@@ -468,14 +411,6 @@ class Ready:
             *(expressions.arguments(x.aux, p.program) if self.reads else ()),
         ))  # fmt: skip
         return out, lse
-
-
-def maps(t: torch.Tensor, rows_heads: tuple[int, int], *widths: int) -> nvrtc.TensorMaps:
-    """Maps of tensors like `t`, (b, s, h, d), for copies of so many rows and heads, in chunks of each of `widths`."""
-    b, s, h, d = t.shape
-    strides = tuple(2 * t.stride(i) if t.shape[i] > 1 else 16 for i in (1, 2, 0))
-    boxes = (((width, *rows_heads, 1), 2 * width) for width in widths if width)
-    return nvrtc.TensorMaps(name_of(t.dtype), (d, s, h, b), strides, *boxes)
 
 
 SPEC = HopperForward()

@@ -17,8 +17,10 @@ using QTile = Pair<Staged<DIM, 64, WIDTH>>;
 using KTile = Pair<Staged<DIM, BLOCK_N, WIDTH>>;
 using VTile = Pair<Staged<DIM_V, BLOCK_N, WIDTH_V>>;
 constexpr int LEAD = 0;
-constexpr bool LEAVES = false;  // registers are all taken
+constexpr bool LEAVES = false;  // its loop ends where its block's last one does
 #include "cuda/forward.cuh"
+#include "cuda/softmax.cuh"
+#include "cuda/split.cuh"
 
 using SplitK = Splitter<DIM_EXACT, BLOCK_N, VECTOR, false>;
 using SplitV = Splitter<COLUMNS, BLOCK_N, VECTOR, true>;

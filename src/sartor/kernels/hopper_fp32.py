@@ -15,7 +15,7 @@ import torch
 from sartor import nvrtc
 from sartor.device import Device
 from sartor.kernels import fp32_forward, hopper_forward
-from sartor.kernels.cuda import expressions
+from sartor.kernels.cuda import expressions, host, pairs
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton_forward import Results
@@ -39,7 +39,7 @@ class HopperFp32:
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What TMA, wgmma and the run-time compiler need, beside what pairs do."""
-        why = fp32_forward.reasons(p, dev) + hopper_forward.reasons(p, dev)
+        why = fp32_forward.reasons(p, dev) + host.reasons(p, dev)
         if p.dim_v > MAX_DIM_V:
             why.append(f"needs a head dim of v up to {MAX_DIM_V}, twice which registers hold, got {p.dim_v}")
         return why or launch.no_tile(self, p, dev)
@@ -69,7 +69,7 @@ class HopperFp32:
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
         m = Measure.of(p, tile)
-        return hopper_forward.build(m, "f16", "hopper_fp32", (m.block_n, m.dim_v))
+        return host.build(m, "f16", "hopper_fp32", (m.block_n, m.dim_v))
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """out (b, sq, hq, dv) and lse (b, hq, sq)."""
@@ -163,7 +163,7 @@ class Measure(hopper_forward.Measure):
     @property
     def widths(self) -> tuple[int, int, int]:
         """Columns of a swizzled chunk of q and k, all of one width, and of v."""
-        return hopper_forward.width(self.p.dim, 96), 0, hopper_forward.width(self.p.dim_v, 96)
+        return host.width(self.p.dim, 96), 0, host.width(self.p.dim_v, 96)
 
     @property
     def room_bytes(self) -> int:
@@ -211,14 +211,14 @@ class Ready:
         scaled = fp32_forward.regained(p)
         numbers = (
             *launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, tiles_head, tiles, m.section, first,
-            scaled["factor"], scaled["scale"], noise(p),
+            scaled["factor"], scaled["scale"], pairs.noise(p),
         )  # fmt: skip
         kernel = nvrtc.Kernel(
             binary, "hopper_fp32", SIGNATURE + expressions.signature(p.program), 128 * (m.groups + 1), m.shared_bytes
         )
         return cls(
             m, kernel, min(sms, max(tiles, items)), tuple(launch.strides(t) for t in (x.q, x.k, x.v)), numbers,
-            (maps(of_k, p.dim, m.block_n, m.widths[0]), maps(of_k, p.dim_v, m.block_n, m.widths[2])),
+            (pairs.maps(of_k, p.dim, m.block_n, m.widths[0]), pairs.maps(of_k, p.dim_v, m.block_n, m.widths[2])),
             replace(plan, kernel=fp32_forward.SPEC, tile=Tile(64, 64, 4, 1), cache={}),
         )  # fmt: skip
 
@@ -231,7 +231,7 @@ class Ready:
             for d in (p.dim, p.dim_v)
         )
         units = torch.zeros(heads * tiles, dtype=torch.int64, device=device)
-        work = hopper_forward.stream_zeros(self.counters, 4, device)
+        work = host.stream_zeros(self.counters, 4, device)
         self.kernel.launch(self.grid, (
             self.maps[0][k.data_ptr()], self.maps[1][v.data_ptr()],
             x.q.data_ptr(), *at_q, x.k.data_ptr(), *at_k, x.v.data_ptr(), *at_v,
@@ -239,21 +239,6 @@ class Ready:
             0 if x.sinks is None else x.sinks.data_ptr(), work.data_ptr(), results.bad.data_ptr(), *self.numbers,
             *expressions.arguments(x.aux, p.program),
         ))  # fmt: skip
-
-
-def noise(p: Problem) -> float:
-    """What pairs may be off by in a score of rows of units 1, in what is allowed: products.unresolved."""
-    return abs(p.softmax_scale) * launch.LOG2_E * products.NOISE.value * p.dim**0.5 / products.RESOLVED.value  # type: ignore[no-any-return]
-
-
-def maps(shape: tuple[int, int, int], dim: int, rows: int, width: int) -> nvrtc.TensorMaps:
-    """Maps of pairs, (b, h, s, 2 * pitch), as (columns, s, h, b, 2), for copies of `width` columns of so many rows.
-
-    `shape` is that of the tensor they are of: batch, length, heads.
-    """
-    (batch, length, heads), row = shape, 4 * split.pitch(dim)
-    sizes, strides = (row // 4, length, heads, batch, 2), (row, row * length, row * length * heads, row // 2)
-    return nvrtc.TensorMaps("float16", sizes, strides, ((width, rows, 1, 1, 1), 2 * width))
 
 
 SPEC = HopperFp32()

@@ -16,6 +16,7 @@
 // registers as the result), STAGES_X, STAGES_Y, MASK (0 none, 1 an interval a row), SINKS, REGAINED (what dp is
 // multiplied with, for what was cut off it: parts/split.py).
 #pragma once
+#include "cuda/split.cuh"
 #include "cuda/wgmma.cuh"
 
 using XTile = Pair<Staged<DIM, 64, WIDTH>>;

@@ -14,11 +14,11 @@ import torch
 
 from sartor import nvrtc
 from sartor.device import Device
-from sartor.kernels import hopper_backward, hopper_forward
+from sartor.kernels import hopper_backward
 from sartor.kernels.algebra import sink_gradient
-from sartor.kernels.cuda import expressions
+from sartor.kernels.cuda import expressions, host
+from sartor.kernels.cuda.pairs import maps, noise
 from sartor.kernels.fp32_backward import Fp32Backward
-from sartor.kernels.hopper_fp32 import maps, noise
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.problem import Problem
@@ -104,7 +104,7 @@ class Measure:
     @property
     def widths(self) -> tuple[int, int]:
         """Columns of their swizzled chunks."""
-        return tuple(64 if d == 128 else hopper_forward.width(d, 96) for d in self.dims)  # type: ignore[return-value]
+        return tuple(64 if d == 128 else host.width(d, 96) for d in self.dims)  # type: ignore[return-value]
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -140,7 +140,7 @@ class Measure:
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
         widths = {64, *(d // parts for d, parts in zip(self.dims, self.parts, strict=True))}
-        return hopper_forward.build(self, "f16", "hopper_fp32_backward", widths)
+        return host.build(self, "f16", "hopper_fp32_backward", widths)
 
 
 @dataclass

@@ -73,14 +73,15 @@ DEVICE void describe(const Share& at, u32 slot, const Shape& n, const Aux& x) {
     const bool all = !MASK && !(PARTS && part.first_query >= n.seqlen_q);
     int full_lo = 0, full_hi = n.seqlen_kv, own_lo = MASK ? n.seqlen_kv : 0, own_hi = all ? n.seqlen_kv : 0;
 #if MASK
-#pragma unroll (MASK == 2 ? 1 : 2)
+#pragma unroll (MASK == 2 ? 1 : 2)  // two rows at once, of any mask, take more registers than the 32 it may have
     for (int r = 0; r < 2; r++) {  // rows past the end count as the last: what all read is loaded at once
       const int row = (threadIdx.x & 31) + 32 * r;
       const int head = imin(part.head(row), n.group - 1), query = imin(part.query(row), n.seqlen_q - 1);
       const Span s = rows(at.batch, at.head * n.group + head, query, x, n);
       if (MASK == 2 && own) {
         const bool whole = s.lo == s.full_lo && s.hi == s.full_hi;  // whether the row attends to all of it
-        shared_store_pair(opaque(slot) + Job::interval(g, row), make_uint2(whole ? imax(s.lo, 0) : -1, imin(s.hi, n.seqlen_kv)));
+        const u32 at_row = opaque(slot) + Job::interval(g, row);  // an address found anew: none is kept for each row
+        shared_store_pair(at_row, make_uint2(whole ? imax(s.lo, 0) : -1, imin(s.hi, n.seqlen_kv)));
       }
       own_lo = imin(own_lo, s.lo), own_hi = imax(own_hi, s.hi);
       full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);

@@ -1,0 +1,88 @@
+"""Host side shared by the Hopper kernels: what they need, how they are compiled, copies' widths and maps, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from sartor import nvrtc
+from sartor.device import Device
+from sartor.kernels.cuda import expressions, wgmma
+from sartor.problem import Problem, name_of
+
+FOLDER = Path(__file__).parent.parent
+# The shelves that know no macros. They come before a kernel's own, which are named as their templates' parameters are.
+SHELVES = tuple(f"cuda/{name}.cuh" for name in ("expressions", "near", "softmax", "split", "wgmma"))
+
+
+def reasons(p: Problem, dev: Device) -> list[str]:
+    """What every kernel of this kind needs of the machine, the lengths and what the mods read."""
+    why = []
+    if dev.arch != 90:
+        why.append(f"needs compute capability 9.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
+    elif nvrtc.missing():
+        why.append(nvrtc.missing())
+    if p.empty:
+        why.append(f"needs a query and a key, got batch {p.batch}, {p.seqlen_q} queries, {p.seqlen_kv} keys")
+    unknown = sorted({a.dtype for a in p.program.aux if a.dtype} - set(expressions.TYPES))
+    return [*why, *(f"needs masks and scores that read a dtype CUDA C++ has, got {dtype}" for dtype in unknown)]
+
+
+class Cut(Protocol):
+    """What a kernel is cut to, whichever it is."""
+
+    @property
+    def p(self) -> Problem:
+        """The problem."""
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """The aux values that are brought to shared memory tile by tile."""
+
+    def defines(self) -> dict[str, Any]:
+        """Macros by name."""
+
+
+def build(m: Cut, dtype: str, file: str, widths: Iterable[int]) -> nvrtc.Binary:
+    """Compile a kernel, `file` in this folder, with a measure, the mods of its problem, and products of `dtype`, which
+    are as wide as `widths` says."""
+    includes = nvrtc.headers(f'#include "{file}.cuh"', FOLDER)
+    text = "\n".join([
+        *(f'#include "{shelf}"' for shelf in SHELVES if shelf in includes),
+        *(f"#define {name} {value}" for name, value in m.defines().items()),
+        expressions.source(m.p.program, m.near),
+        wgmma.wrappers(widths, dtype),
+        f'#include "{file}.cuh"',
+    ])  # fmt: skip
+    return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name=f"{file}.cu")
+
+
+def stream_zeros(kept: dict[int, torch.Tensor], size: int, device: torch.device) -> torch.Tensor:
+    """int32 zeros that every launch leaves as zeros: one a stream, in `kept`, since launches on different streams may
+    overlap. A captured graph has its own, which the graph clears."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(size, dtype=torch.int32, device=device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream not in kept:
+        kept[stream] = torch.zeros(size, dtype=torch.int32, device=device)
+    return kept[stream]
+
+
+def width(dim: int, few: int) -> int:
+    """Columns of a swizzled chunk, for a head dim: the widest that fills up; the widest of all where narrow ones would
+    have to fill more than `few` columns, or where rows do not start on 32 bytes, which narrow copies feel most."""
+    columns = -(-dim // 16) * 16
+    if columns % 64 == 0 or dim % 16 or (columns > few and columns % 32):
+        return 64
+    return 32 if columns % 32 == 0 else 16
+
+
+def maps(t: torch.Tensor, rows_heads: tuple[int, int], *widths: int) -> nvrtc.TensorMaps:
+    """Maps of tensors like `t`, (b, s, h, d), for copies of so many rows and heads, in chunks of each of `widths`."""
+    b, s, h, d = t.shape
+    strides = tuple(2 * t.stride(i) if t.shape[i] > 1 else 16 for i in (1, 2, 0))
+    boxes = (((width, *rows_heads, 1), 2 * width) for width in widths if width)
+    return nvrtc.TensorMaps(name_of(t.dtype), (d, s, h, b), strides, *boxes)
