@@ -149,3 +149,21 @@ def test_parts_end_sooner():
     assert (parted.whole, parted.parts, parted.width) == (1320, 48, 2)
     assert parted.time < 11 * 3.0
     assert not measure(64, 3 * LONG - 1, 3).parted  # short heads are read once
+
+
+@given(
+    heads=st.sampled_from([2**i for i in range(11)]),
+    n=st.integers(1, 32768),
+    dim=st.sampled_from([8, 64, 72, 128, 256]),
+    mask=st.sampled_from([{}, {"causal": True}, {"window": (100, 0)}]),
+)
+def test_sections_of_heads_are_nearly_equal(heads, n, dim, mask):
+    """The last one ends the launch: with few heads its long tiles would."""
+    section = measure(heads, -(-n // 64), 2, dim, **mask).section
+    assert 1 <= section <= heads
+    assert -heads % section < section / 8
+
+
+def test_keys_and_values_in_flight_stay_in_l2():
+    in_flight = {d: 4 * 4096 * d * measure(64, 64, 2, d, causal=True).section >> 20 for d in (64, 128, 256)}
+    assert in_flight == {64: 32, 128: 44, 256: 16}

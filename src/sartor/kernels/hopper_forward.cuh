@@ -198,12 +198,13 @@ struct Consumer : Worker {
     rings.v.next();
   }
 
-  DEVICE void first() {  // of a query tile's key tiles, when nothing else is under way
+  DEVICE void first(bool turn) {  // of a query tile's key tiles, when nothing else is under way
     begin_q();
     if (Q_REGISTERS) end_q();
     rings.k.await_full();
     wgmma_fence();
     multiply_qk();
+    if (turn) await_turn(), pass_turn();
     wgmma_wait<0>();
     pin(s);
     done_k();
@@ -253,9 +254,10 @@ struct Consumer : Worker {
   DEVICE void run() {
     if (!next_job()) return;
     if (TURNS && group == 0) group_arrive(8, 256);
+    bool turn = false;  // whether the first product takes one, as those do that others begin along with their last
     while (true) {
       skip();
-      first();
+      first(turn);
       while (true) {
 #pragma unroll 1
         for (j--; j >= begin; j--) step();
@@ -269,15 +271,16 @@ struct Consumer : Worker {
             if (!Q_REGISTERS) end_q();
             multiply_last();
           }
+          if (AHEAD ? more : early) await_turn(), pass_turn();  // the next: others need not wait for the end of this tile
           if (!EARLY) normalise(last, softmax, factor);
           wgmma_wait<0>();
           pin(o);
           scale_output(last);
           if (AHEAD) done_v(), store<false>(last);
           else store_over_values(last), done_values();
+          turn = AHEAD && early;
           if (early) leave(), more = next_job();
           if (!more) return;
-          if (AHEAD) await_turn(), pass_turn();  // that of the product that the others do ahead
           break;
         }
         if (AHEAD) first_with_last(last);

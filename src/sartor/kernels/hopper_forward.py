@@ -242,10 +242,16 @@ class Measure:
 
     @property
     def section(self) -> int:
-        """Heads whose tiles are in flight together: their keys and values stay in L2, not all tiles read the same."""
-        p, (room, least) = self.p, (64 << 20, 16) if self.p.dim <= 64 else (32 << 20, 32)
-        most = max(8192 // p.dim, p.seqlen_kv // 8)
-        return max(least, min(room // (2 * p.seqlen_kv * (p.dim + p.dim_v)), most))
+        """Heads whose tiles are in flight together: their keys and values stay in L2, which spares power. Few take
+        long to end where the last ones are fewer still, and where tiles are short."""
+        p = self.p
+        room, least = (24, 1) if max(p.dim, p.dim_v) > 128 else (48 if p.dim > 64 else 32, 8)
+        if mask_class(p) != "band":  # rows see few of the keys
+            room, least = 64, 32
+        fit = (room << 20) // (2 * p.seqlen_kv * (p.dim + p.dim_v))
+        heads = p.batch * p.heads_kv
+        most = min(max(least, min(fit, 8 * p.seqlen_kv // p.dim)), heads)
+        return min(range(most, most // 2, -1), key=lambda section: -heads % section * 8 // section)
 
     @property
     def turns(self) -> bool:

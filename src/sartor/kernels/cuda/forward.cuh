@@ -268,9 +268,11 @@ struct Worker {
 #pragma unroll 1
     for (; skipped; skipped--, j--) pass_over();
   }
-  DEVICE void leave() {
+  DEVICE void leave() {  // the turn of the first one is passed on
+    rings.k.await_full(), done_k();
+    rings.v.await_full(), done_v();
 #pragma unroll 1
-    for (; below; below--) pass_over();
+    for (below--; below; below--) pass_over();
   }
 
   DEVICE u32 q_tile() const { return base + (group * Q_BUFFERS + rings.q.stage()) * QTile::bytes; }
