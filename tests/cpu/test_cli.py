@@ -90,8 +90,9 @@ def test_explain_predicts_what_a_tuned_tile_does(monkeypatch: pytest.MonkeyPatch
     row = next(r for r in table.rows(90)["hopper_forward", 16, 128, 128, "full"] if r.keys == math.inf)
     output = invoke("explain", *flags)
     assert "168 registers a thread" in output
-    assert f"predicted {w.flops / row.tflops * 1e-9:.3g} ms" in output
-    assert f"the ceilings allow {roofline.recorded(ARCHITECTURES[90]).ms(w):.3g} ms" in output
+    reached = w.flops / row.tflops * 1e-9
+    assert f"predicted {reached:.3g} ms" in output
+    assert f"the ceilings allow {min(reached, roofline.recorded(ARCHITECTURES[90]).ms(w)):.3g} ms" in output
     assert "predicted" not in invoke("explain", *flags, "--mask", "document8")
     assert "predicted" not in invoke("explain", *flags, "--kernel", "triton")
 
