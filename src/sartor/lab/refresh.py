@@ -30,7 +30,9 @@ from sartor.lab.workloads import Workload
 UNKNOWN_S = 120.0  # what has no record yet may take so long
 START_S = 15.0  # of a process, until it has measured the ceilings
 MOST_PROCESSES = 10  # that compile ahead: each holds its workload's tensors on the GPU
-COMPILED = ("sartor", ablation.FAMILY, "tf32", "flex", "rung")  # providers whose first call waits for a compiler
+# Providers whose first call waits for a compiler. Not FlexAttention: by processes that each load Inductor, 14 of its
+# workloads took 178 s, longer than one after the other
+COMPILED = ("sartor", ablation.FAMILY, "tf32", "rung")
 ELSEWHERE = ("quick-cpu", "quick-gpu", "ladder", "ladder-quick")  # suites of which `bench` makes no records of a GPU
 
 
@@ -136,12 +138,7 @@ def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) ->
 
 def compilers(processes: int) -> ProcessPoolExecutor:
     """Processes that compile ahead. They start when they have something to do, and stay: a start takes seconds."""
-    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_alone)
-
-
-def _alone() -> None:
-    """Without processes of their own: Inductor would start as many again for each."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
 
 
 def compile_ahead(pool: ProcessPoolExecutor, work: Iterable[tuple[Workload, tuple[str, ...]]], device: str) -> int:
