@@ -231,6 +231,7 @@ def refresh(
     limit: Annotated[float, typer.Option(help="seconds; what would not end in time is left out")] = 3600.0,
     rounds: Annotated[int, typer.Option(help="of timing; by default each suite's own")] = 0,
     device: Annotated[str, typer.Option(help="folder name; by default this GPU's")] = "",
+    only: Annotated[list[str] | None, typer.Option(help="as paper:fwd or verify; several in order")] = None,
 ) -> None:
     """Measure again what is older than its sources: evidence, suites, ladder. Exit code 1 if something is left."""
     from sartor.lab import refresh as refreshing
@@ -247,6 +248,7 @@ def refresh(
         if device and not folder.is_dir():
             raise ValueError(f"--device must be a folder of {folder.parent.name}, got {device!r}")
         wanted = refreshing.stages(folder, rounds)
+        wanted = refreshing.chosen(wanted, only) if only else wanted
         if show:
             for stage in wanted:
                 typer.echo(f"{stage.seconds:5.0f} s  {stage}")

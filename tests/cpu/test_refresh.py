@@ -69,6 +69,15 @@ def test_other_sources_and_missing_workloads_are_stale(folder: Path) -> None:
     assert TURNS in commands(folder)
 
 
+def test_stages_are_chosen_by_name(folder: Path) -> None:
+    every = refresh.stages(folder)
+    names = [stage.name for stage in refresh.chosen(every, ["ladder", "paper:bwd", "head-dims", "paper:bwd"])]
+    assert names[:2] == ["ladder", "paper:bwd"]
+    assert sorted(names[2:]) == ["head-dims:bwd", "head-dims:fwd"]
+    with pytest.raises(ValueError, match=r"--only must be one of .*paper:fwd.*, got 'turns'"):  # of today
+        refresh.chosen(every, ["turns"])
+
+
 def test_first_calls_are_made_ahead() -> None:
     """Of providers that wait for a compiler; one that fails costs no other."""
     w = Workload(1, 2, 2, 32, 32, 16, 16, "float32")

@@ -48,6 +48,12 @@ class Stage:
     def __str__(self) -> str:
         return f"sartor {' '.join(self.arguments)}"
 
+    @property
+    def name(self) -> str:
+        """`paper:fwd` for a mode of a suite, else the command."""
+        command, *rest = self.arguments
+        return f"{rest[1]}:{rest[3]}" if command == "bench" else command
+
 
 def stages(folder: Path, rounds: int = 0) -> list[Stage]:
     """What is older than its sources, or was never measured: evidence first, then what takes the least time first.
@@ -58,6 +64,20 @@ def stages(folder: Path, rounds: int = 0) -> list[Stage]:
     flags = ("--rounds", str(rounds)) if rounds else ()
     found = [*_suites(folder, evidence, flags), *_rungs(folder, flags)]
     return [*_verification(folder, evidence), *sorted(found, key=lambda stage: stage.seconds)]
+
+
+def chosen(wanted: Iterable[Stage], names: Iterable[str]) -> list[Stage]:
+    """The stages called so, in the order of `names`: `verify`, `ladder`, `paper:fwd`, `paper` for all its modes.
+
+    Raises ValueError for a name of nothing that is wanted.
+    """
+    every, found = list(wanted), list[Stage]()
+    for name in names:
+        own = [stage for stage in every if name in (stage.name, stage.name.split(":")[0])]
+        if not own:
+            raise ValueError(f"--only must be one of {', '.join(sorted(s.name for s in every))}, got {name!r}")
+        found += (stage for stage in own if stage not in found)
+    return found
 
 
 def _verification(folder: Path, evidence: Evidence) -> list[Stage]:
