@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sartor import nvrtc
-
 FORWARD = ("hopper_forward", "hopper_fp32", "fp32_forward", "triton_forward", "torch_cpu", "blocked", "reference")
 BACKWARD = (
     "hopper_backward", "hopper_fp32_backward", "fp32_backward", "triton_backward", "torch_cpu_backward",
@@ -40,11 +38,13 @@ def families() -> tuple[str, ...]:
 @cache
 def source_hash(name: str) -> str:
     """Hash of what a kernel is made from: its own files, what they include, and for GPU kernels the code generators."""
+    from sartor import nvrtc
+
     here = Path(__file__).parent
     own = here / f"{load(name).__module__.rsplit('.', 1)[-1]}.py"
-    files = [own]
-    if (here / f"{own.stem}.cuh").is_file():
-        files += [here / header for header in sorted(nvrtc.headers(f'#include "{own.stem}.cuh"', here))]
+    files, device = [own], own.with_suffix(".cuh")
+    if device.is_file():
+        files += [here / header for header in sorted(nvrtc.headers(f'#include "{device.name}"', here))]
         files += [*sorted((here / "cuda").glob("*.py")), here.parent / "nvrtc.py"]
     files += [here / f"{other}.py" for other in OTHERS.get(name, ())]
     if name.startswith(("triton", "fp32", "hopper")):

@@ -30,8 +30,8 @@ from sartor.lab.workloads import Workload
 UNKNOWN_S = 120.0  # what has no record yet may take so long
 START_S = 15.0  # of a process, until it has measured the ceilings
 MOST_PROCESSES = 10  # that compile ahead: each holds its workload's tensors on the GPU
-# Providers whose first call waits for a compiler. Not FlexAttention: by processes that each load Inductor, 14 of its
-# workloads took 178 s, longer than one after the other
+# Providers whose first call waits for a compiler. Not FlexAttention: in processes that each load Inductor, its
+# workloads take about as long side by side as one after the other
 COMPILED = ("sartor", ablation.FAMILY, "tf32", "rung")
 ELSEWHERE = ("quick-cpu", "quick-gpu", "ladder", "ladder-quick")  # suites of which `bench` makes no records of a GPU
 
@@ -72,10 +72,11 @@ def chosen(wanted: Iterable[Stage], names: Iterable[str]) -> list[Stage]:
     Raises ValueError for a name of nothing that is wanted.
     """
     every, found = list(wanted), list[Stage]()
+    known = ", ".join(sorted(stage.name for stage in every)) or "nothing, as all is of today"
     for name in names:
         own = [stage for stage in every if name in (stage.name, stage.name.split(":")[0])]
         if not own:
-            raise ValueError(f"--only must be one of {', '.join(sorted(s.name for s in every))}, got {name!r}")
+            raise ValueError(f"--only must be one of {known}, got {name!r}")
         found += (stage for stage in own if stage not in found)
     return found
 
