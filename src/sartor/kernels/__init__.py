@@ -16,9 +16,9 @@ BACKWARD = (
 OTHERS = {  # kernels that are made from other kernels' files too
     "hopper_fp32": ("hopper_forward", "fp32_forward", "triton_forward"),
     "fp32_forward": ("triton_forward",),
-    "fp32_backward": ("triton_backward",),
+    "fp32_backward": ("fp32_forward", "triton_backward"),
     "hopper_backward": ("triton_backward",),
-    "hopper_fp32_backward": ("hopper_backward", "fp32_backward", "triton_backward"),
+    "hopper_fp32_backward": ("hopper_backward", "fp32_backward", "fp32_forward", "triton_backward"),
 }
 
 

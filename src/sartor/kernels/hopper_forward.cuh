@@ -29,6 +29,7 @@ constexpr bool EARLY = !AHEAD || SCORE;  // normalisers at once, or when the nex
 using OutTile = Staged<DIM_V, 64, WIDTH_V>;
 constexpr int CHUNKS = imin((AHEAD ? QTile::bytes : VTile::bytes / GROUPS) / OutTile::chunk_bytes, OutTile::chunks);
 static_assert(!STAGED || CHUNKS > 0);
+constexpr bool STAGED_ALONE = STAGED && AHEAD && !Q_REGISTERS;  // without another product beside it: q has left its place
 static_assert(AHEAD || !STAGED || !LEAVES);  // all would have to be done with the values it lies over
 
 struct Consumer : Worker {
@@ -251,6 +252,27 @@ struct Consumer : Worker {
     done_values();
   }
 
+  // A query tile's last product and output, where no other product goes along; whether there is a next tile
+  DEVICE bool end_alone(Done& last, bool more) {
+    const bool leaves = below;
+    const u32 room = q_tile(), left = rings.q.empty();
+    if (AHEAD) {
+      if (!Q_REGISTERS && !STAGED_ALONE) release(left);
+      if (!Q_REGISTERS) rings.q.next();
+      multiply_last();
+    }
+    if (AHEAD ? more : leaves) await_turn(), pass_turn();  // the next: others need not wait for the end of this tile
+    if (!EARLY) normalise(last, softmax, factor);
+    wgmma_wait<0>();
+    pin(o);
+    scale_output(last);
+    if (AHEAD) done_v(), store<STAGED_ALONE>(last, room);
+    else store_over_values(last), done_values();
+    if (leaves) leave(), more = next_job();
+    if (STAGED_ALONE) release_staged(left);
+    return more;
+  }
+
   DEVICE void run() {
     if (!next_job()) return;
     if (TURNS && group == 0) group_arrive(8, 256);
@@ -264,23 +286,11 @@ struct Consumer : Worker {
         Done last = done();
         if (!AHEAD) end_q(), multiply_last();
         if (EARLY) normalise(last, softmax, factor);
-        const bool early = below;  // others see more keys, and may wait for these
-        bool more = early || next_job();
-        if (!more || early || skipped) {
-          if (AHEAD) {
-            if (!Q_REGISTERS) end_q();
-            multiply_last();
-          }
-          if (AHEAD ? more : early) await_turn(), pass_turn();  // the next: others need not wait for the end of this tile
-          if (!EARLY) normalise(last, softmax, factor);
-          wgmma_wait<0>();
-          pin(o);
-          scale_output(last);
-          if (AHEAD) done_v(), store<false>(last);
-          else store_over_values(last), done_values();
-          turn = AHEAD && early;
-          if (early) leave(), more = next_job();
-          if (!more) return;
+        const bool leaves = below;  // others see more keys, and may wait for these
+        const bool more = leaves || next_job();
+        if (!more || leaves || skipped) {
+          if (!end_alone(last, more)) return;
+          turn = AHEAD && leaves;
           break;
         }
         if (AHEAD) first_with_last(last);

@@ -24,7 +24,6 @@ from sartor.problem import Problem, mask_class
 SIGNATURE = "TTMMMPPPPqqqiiiiiiiiiiff"  # of the kernel, before the aux values
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
-ROOM = 192  # registers a thread for accumulators and queries
 LONG = 8  # whole tiles of a head, at least, where the last tiles are dealt out in parts
 MANY = 4096  # more queries and keys than these make two blocks one cluster
 STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
@@ -187,11 +186,13 @@ class Measure:
     @property
     def held(self) -> int:
         """Steps of q k^T whose columns of q are held in registers: all, or as many as there is room for beside a plain
-        mask. The others read two operands from shared memory, which is as fast as tensor cores at best."""
-        room = max(ROOM - self.accumulators, 0) // 4 if self.groups < 3 else 0
-        if room >= self.steps:
-            return self.steps
-        return room if self.p.program.score is None else 0
+        mask. The others read two operands from shared memory, which is as fast as tensor cores at best: three
+        warpgroups have room for some where key tiles are narrow, and it is slower than they are."""
+        plain = self.p.program.score is None
+        narrow = self.block_n <= 64 and plain and self.mask < 2
+        most = self.registers if self.groups < 3 else 124 if narrow else 0
+        room = max(most - self.accumulators, 0) // 4
+        return self.steps if room >= self.steps else room if plain else 0
 
     @property
     def q_registers(self) -> bool:

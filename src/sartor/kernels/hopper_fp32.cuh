@@ -93,7 +93,7 @@ struct Keys {
 DEVICE void expect(const Source& q, const Place& at, const Shape& n) {
 #pragma unroll 1
   for (int i = threadIdx.x & 31; MASK == 1 && VECTOR && i < 64 * GROUPS; i += 32) {
-    const Part part = Part::number(at.tile * GROUPS + i / 64, n);
+    const Part part = slice(at.tile, i / 64, n);
     const int query = part.query(i % 64);
     const float* from = q.at + at.batch * q.batch + (at.head * n.group + part.first_head) * q.head + query * q.row;
     if (query < n.seqlen_q) global_prefetch(from, 4 * DIM_EXACT);

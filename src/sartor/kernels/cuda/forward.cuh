@@ -59,6 +59,15 @@ struct Rings {
   }
 };
 
+// Slice `i` of a tile. With BALANCED the tile of a head that is not full is its first one, not its last, which may take the
+// longest; where there is no slice, it lies past the end.
+DEVICE Part slice(int tile, int i, const Shape& n) {
+  const int index = tile * (CLUSTER * GROUPS) + i;
+  const int missing = BALANCED ? n.tiles_head * (CLUSTER * GROUPS) - Part::count(n) : 0;
+  if (index < missing) return {n.seqlen_q, 0};
+  return Part::number(index - missing, n);
+}
+
 // ---- the scheduler: one warp that finds the next query tile and its keys, as late as the loader can wait for it: a block
 // that has claimed long tiles ahead leaves others idle in the end
 DEVICE void describe(const Share& at, u32 slot, const Shape& n, const Aux& x) {
@@ -68,13 +77,13 @@ DEVICE void describe(const Share& at, u32 slot, const Shape& n, const Aux& x) {
   for (int i = 0; i < CLUSTER * GROUPS; i++) {  // slices of the whole cluster, all of which read the same keys
     const int g = CLUSTER > 1 ? i - int(cluster_rank()) * GROUPS : i;
     const bool own = CLUSTER == 1 || (g >= 0 && g < GROUPS);
-    Part part = Part::number(at.tile * (CLUSTER * GROUPS) + at.first + i, n);
+    Part part = slice(at.tile, at.first + i, n);
     if (PARTS && i >= imin(at.count, GROUPS - at.first)) part.first_query = n.seqlen_q;  // past the end: another block's
     const bool all = !MASK && !(PARTS && part.first_query >= n.seqlen_q);
     int full_lo = 0, full_hi = n.seqlen_kv, own_lo = MASK ? n.seqlen_kv : 0, own_hi = all ? n.seqlen_kv : 0;
 #if MASK
 #pragma unroll (MASK == 2 ? 1 : 2)  // two rows at once, of any mask, take more registers than the 32 it may have
-    for (int r = 0; r < 2; r++) {  // rows past the end count as the last: what all read is loaded at once
+    for (int r = 0; r < (part.first_query < n.seqlen_q ? 2 : 0); r++) {  // rows past the end count as the last
       const int row = (threadIdx.x & 31) + 32 * r;
       const int head = imin(part.head(row), n.group - 1), query = imin(part.query(row), n.seqlen_q - 1);
       const Span s = rows(at.batch, at.head * n.group + head, query, x, n);

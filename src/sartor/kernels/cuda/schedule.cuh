@@ -10,8 +10,10 @@ template <int ROWS> struct Slice {
   static constexpr int heads = 64 / ROWS;
   int first_query, first_head;  // head: of those that share the key head
 
+  static DEVICE int slots(const Shape& n) { return ceil_div(n.group, heads); }
+  static DEVICE int count(const Shape& n) { return ceil_div(n.seqlen_q, ROWS) * slots(n); }
   static DEVICE Slice number(int index, const Shape& n) {
-    const int slots = ceil_div(n.group, heads), block = index / slots;
+    const int slots = Slice::slots(n), block = index / slots;
     return {block * ROWS, (index - block * slots) * heads};
   }
   DEVICE int query(int row) const { return ROWS == 64 ? first_query + row : first_query + row % ROWS; }
