@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,3 +167,12 @@ def test_sections_of_heads_are_nearly_equal(heads, n, dim, mask):
 def test_keys_and_values_in_flight_stay_in_l2():
     in_flight = {d: 4 * 4096 * d * measure(64, 64, 2, d, causal=True).section >> 20 for d in (64, 128, 256)}
     assert in_flight == {64: 32, 128: 44, 256: 16}
+
+
+def test_few_tiles_have_few_queries():
+    """What was fastest on 132 SMs, of 64, 128 and 192 queries (seen while tuning)."""
+    best = {(64, 4, 4096): 1, (64, 8, 4096): 2, (64, 2, 16384): 2, (64, 1024, 512): 3, (64, 512, 1024): 3}
+    h200 = replace(ARCHITECTURES[90], sm_count=132)
+    for (dim, heads, n), groups in best.items():
+        m = measure(heads, -(-n // 64), 3, dim, causal=True)
+        assert m.suited(h200).block_m == 64 * groups, (dim, heads, n)

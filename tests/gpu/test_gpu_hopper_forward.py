@@ -1,4 +1,4 @@
-"""The Hopper forward of 16-bit floats with clusters, fewer queries or tiles in parts: no bit may change."""
+"""The Hopper forward of 16-bit floats with tiles claimed early or late, fewer queries or parts: no bit may change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from sartor import kernels, mods, nvrtc, testing
 from sartor.device import Device
 from sartor.kernels import hopper_forward
-from sartor.kernels.spec import Operands, Plan
+from sartor.kernels.spec import Operands, Plan, Tile
 from sartor.problem import Call, Problem, aux_values
 from sartor.tuning import table
 
@@ -42,45 +42,70 @@ def same(found):
 
 
 def check(monkeypatch, q, k, v, **options):
-    """The bits that blocks make alone, which must come out every time."""
-    call, found = Call(q, k, v, **{"causal": True, **options}), []
+    """The bits of tiles that are claimed one ahead, which must come out when they are claimed late."""
+    call, found, jobs = Call(q, k, v, **{"causal": True, **options}), [], set()
     p = Problem.of(call)
-    for many in (1 << 40, 0):
-        monkeypatch.setattr(hopper_forward, "MANY", many)
-        assert hopper_forward.paired(p) == (many == 0)
+    monkeypatch.setattr(hopper_forward, "FEW", 0)
+    for long in (1 << 40, 0):
+        monkeypatch.setattr(hopper_forward, "LONG_KEYS", long)
         for tile in tiles(p):
+            jobs.add(SPEC.measure(p, tile).jobs)
             found += results(call, tile)
+    assert jobs == ({1} if v.shape[3] > 128 else {1, 2})
     return same(found)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_clusters(dim, lengths, monkeypatch):
+def test_claims(dim, lengths, monkeypatch):
     q, k, v = testing.make_inputs(2, 6, 2, *lengths, dim, None, torch.bfloat16, "cuda", "bshd", 0)
     out, lse = check(monkeypatch, q, k, v)
     testing.check_all({"out": out, "lse": lse}, q, k, v, causal=True)
 
 
 @pytest.mark.parametrize("dims", [(40, 40), (80, 80), (96, 96), (112, 64), (192, 128), (224, 224)], ids=str)
-def test_dims_of_clusters(dims, monkeypatch):
+def test_dims(dims, monkeypatch):
     inputs = testing.make_inputs(1, 5, 5, 900, 900, *dims, torch.float16, "cuda", "bshd", 0)
     check(monkeypatch, *inputs, causal="top_left", sinks=torch.randn(5, device="cuda"))
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_clusters_of_prefixes(dim, monkeypatch):
+def test_prefixes(dim, monkeypatch):
     q, k, v = testing.make_inputs(1, 6, 2, 1000, 1000, dim, None, torch.bfloat16, "cuda", "bshd", 0)
     out, lse = check(monkeypatch, q, k, v, causal=False, mask=mods.prefix(300))
     testing.check_all({"out": out, "lse": lse}, q, k, v, mask=mods.prefix(300))
 
 
-def test_clusters_of_few_queries(monkeypatch):
+def test_few_queries(monkeypatch):
     """Heads that share keys share a slice, more tiles than blocks, and a value that is not a number."""
     q, k, v = testing.make_inputs(50, 16, 2, 40, 800, 128, None, torch.bfloat16, "cuda", "bshd", 0)
     v[:, 790] = torch.nan
     out, _ = check(monkeypatch, q, k, v)
     assert not out[:, :30].isnan().any()
     assert out[:, 30:].isnan().all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("dim", [96, 128])
+def test_neighbours(dim, scale):
+    """A row whose guess is wrong in the key tile in which rows beside it see their first keys changes none of them."""
+    tile = {96: Tile(192, 112, 16, 6), 128: Tile(192, 80, 16, 6)}[dim]
+    first = 3 * tile.block_n  # a slice of 64 rows begins a little before this key, and sees it in its first tile
+    top = first // 64 * 64
+    q, k, v = testing.make_inputs(1, 2, 2, 700, 700, dim, None, torch.bfloat16, "cuda", "bshd", 0)
+    q *= scale
+    k[:, first - 1] = 60 * k[:, first - 1].sign()
+    row = first + 2
+    assert top < first - 2 < row < top + 64
+    quiet, loud = q.clone(), q.clone()
+    quiet[:, row] = 0
+    loud[:, row] = 40 * k[:, first - 1].sign()
+    found = [results(Call(x, k, v, causal=True), tile)[0] for x in (quiet, loud)]
+    others = [i for i in range(700) if i != row]
+    for a, b in zip(*found, strict=True):
+        rows = (slice(None), others) if a.ndim == 4 else (slice(None), slice(None), others)
+        assert torch.equal(a[rows], b[rows])
+    testing.check_all(dict(zip(("out", "lse"), found[1], strict=True)), loud, k, v, causal=True)
 
 
 OPTIONS = {

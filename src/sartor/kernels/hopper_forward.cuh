@@ -29,12 +29,14 @@ constexpr bool EARLY = !AHEAD || SCORE;  // normalisers at once, or when the nex
 using OutTile = Staged<DIM_V, 64, WIDTH_V>;
 constexpr int CHUNKS = imin((AHEAD ? QTile::bytes : VTile::bytes / GROUPS) / OutTile::chunk_bytes, OutTile::chunks);
 static_assert(!STAGED || CHUNKS > 0);
-constexpr bool STAGED_ALONE = STAGED && AHEAD && !Q_REGISTERS;  // without another product beside it: q has left its place
+// Without another product beside it too: q has left its place, in which there may be the next where q is in registers
+constexpr bool STAGED_ALONE = STAGED && AHEAD && !Q_REGISTERS;
 static_assert(AHEAD || !STAGED || !LEAVES);  // all would have to be done with the values it lies over
 
 struct Consumer : Worker {
   const float factor, scale;
   Softmax<BLOCK_N, BF16, SINKS> softmax;
+  Guess guess;  // of the last step
   float s[BLOCK_N / 2], o[DIM_V / 2];  // scores, then weights; output
   u32 p[BLOCK_N / 4];                  // weights as the A operand of P V
 #if MASK
@@ -63,7 +65,7 @@ struct Consumer : Worker {
   DEVICE void end_q() { release(rings.q.empty()), rings.q.next(); }
 
   DEVICE void multiply_qk() {  // s = Q K^T
-    const u32 keys = along_k(local(base) + AT_K) + rings.k.stage() * (KTile::bytes >> 4);
+    const u32 keys = along_k(base + AT_K) + rings.k.stage() * (KTile::bytes >> 4);
     UNROLL for (int k = 0; k < STEPS; k++) {
       const u64 b = sixteen<KTile>(keys, k);
 #if HELD
@@ -72,13 +74,13 @@ struct Consumer : Worker {
         continue;
       }
 #endif
-      const u64 a = sixteen<QTile>(along_k(local(q_tile())), k);
+      const u64 a = sixteen<QTile>(along_k(q_tile()), k);
       k ? Wgmma<BLOCK_N>::ss<false>(s, a, b) : Wgmma<BLOCK_N>::ss<true>(s, a, b);
     }
     wgmma_commit();
   }
   DEVICE void multiply_pv() {  // o += P V
-    const u32 values = across_k<VTile>(local(base) + AT_V) + rings.v.stage() * (VTile::bytes >> 4);
+    const u32 values = across_k<VTile>(base + AT_V) + rings.v.stage() * (VTile::bytes >> 4);
     UNROLL for (int k = 0; k < BLOCK_N / 16; k++)
       Wgmma<DIM_V>::rs<false, true>(o, p + 4 * k, descriptor<VTile>(values + (k * 16 * VTile::row_bytes >> 4)));
     wgmma_commit();
@@ -113,28 +115,54 @@ struct Consumer : Worker {
     UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] = 0.f;
   }
 
-  DEVICE void step() {
+  // One more key tile: whether the weights are right. MASKED, in which rows may see their first key too, is a copy of its
+  // own: what stands in a loop costs even where it is passed by.
+  template <bool MASKED> DEVICE bool step() {
     begin_both();
     wgmma_wait<1>();
     pin(s);
-    prepare(s, scale);
-    const Guess guess = softmax.speculate(s, factor);
-    const bool wrong = group_any(1 + group, guess.wrong[0] || guess.wrong[1]);
+    MASKED ? prepare(s, scale) : change(s, scale);
+    const bool late = MASKED && softmax.late();
+    guess = softmax.speculate(s, factor, late);
+    const bool wrong = group_any(1 + group, softmax.wrong(guess, 0) || softmax.wrong(guess, 1));
     wgmma_wait<0>();
     pin(o);
-    if (wrong) {
-      wgmma_fence();
-      multiply_qk();
-      wgmma_wait<0>();
-      pin(s);
-      prepare(s, scale);
-      float shrink[2];
-      softmax.correct(s, factor, guess, shrink);
-      UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] *= shrink[i / 2 % 2];
-    }
+    if (wrong) return false;
+    end_step();
+    if (late) softmax.settle(factor);
+    return true;
+  }
+  DEVICE void end_step() {
     done_k(), done_v();
     bring_near(j - 1);
     pack();
+  }
+  DEVICE void repeat_step() {  // where they are wrong
+    wgmma_fence();
+    multiply_qk();
+    wgmma_wait<0>();
+    pin(s);
+    prepare(s, scale);
+    float shrink[2];
+    softmax.correct(s, factor, guess, shrink);
+    UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] *= shrink[i / 2 % 2];
+    end_step();
+    softmax.settle(factor);
+  }
+  template <bool MASKED> DEVICE bool steps(int last) {
+#pragma unroll 1
+    for (; j >= last; j--)
+      if (!step<MASKED>()) return false;
+    return true;
+  }
+  DEVICE void sweep() {  // the key tiles after the first
+    j--;
+#pragma unroll 1
+    while (j >= begin) {
+      const bool after = MASK && j >= full_end, before = LOWER && j < full_begin;  // the full tiles
+      const int last = imax(begin, after ? full_end : LOWER && !before ? full_begin : begin);
+      if (!(after || before ? steps<true>(last) : steps<false>(last))) repeat_step(), j--;
+    }
   }
 
   DEVICE void stage(int row, int head, int batch, u32 room) {  // a warp its own rows, the first of which is `row`
@@ -191,11 +219,7 @@ struct Consumer : Worker {
     __syncwarp();
   }
   DEVICE void done_values() {
-    if (STAGED && CLUSTER > 1) {
-      if (lane == 0) await_stores_read();
-      __syncwarp();
-    }
-    STAGED && CLUSTER == 1 ? release_staged(rings.v.empty()) : release_to_all(rings.v.empty());
+    STAGED ? release_staged(rings.v.empty()) : release(rings.v.empty());
     rings.v.next();
   }
 
@@ -252,9 +276,9 @@ struct Consumer : Worker {
     done_values();
   }
 
-  // A query tile's last product and output, where no other product goes along; whether there is a next tile
-  DEVICE bool end_alone(Done& last, bool more) {
-    const bool leaves = below;
+  // A query tile's last product and output, where no other product goes along; whether there is a next tile. `leaves`:
+  // others see more keys, and may wait for these
+  DEVICE bool end_alone(Done& last, bool more, bool leaves) {
     const u32 room = q_tile(), left = rings.q.empty();
     if (AHEAD) {
       if (!Q_REGISTERS && !STAGED_ALONE) release(left);
@@ -281,15 +305,13 @@ struct Consumer : Worker {
       skip();
       first(turn);
       while (true) {
-#pragma unroll 1
-        for (j--; j >= begin; j--) step();
+        sweep();
         Done last = done();
         if (!AHEAD) end_q(), multiply_last();
         if (EARLY) normalise(last, softmax, factor);
-        const bool leaves = below;  // others see more keys, and may wait for these
-        const bool more = leaves || next_job();
+        const bool leaves = below, more = leaves || next_job();
         if (!more || leaves || skipped) {
-          if (!end_alone(last, more)) return;
+          if (!end_alone(last, more, leaves)) return;
           turn = AHEAD && leaves;
           break;
         }
@@ -301,9 +323,6 @@ struct Consumer : Worker {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if CLUSTER > 1
-    __cluster_dims__(CLUSTER, 1, 1)
-#endif
     hopper_forward(const __grid_constant__ TwoMaps q, const __grid_constant__ TwoMaps k,
                    const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out_map,
                    const __grid_constant__ Inputs inputs, void* out, float* lse, const float* sinks, int* work,
@@ -317,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section, whole, parts, width};
   const Aux x{AUX_VALUES};
   if (threadIdx.x == 0) Rings::init(base);
-  CLUSTER > 1 ? cluster_sync() : __syncthreads();
+  __syncthreads();
   const int warpgroup = __shfl_sync(ALL, threadIdx.x >> 7, 0);
   if (warpgroup == 0) {
     registers_fewer<PRODUCER_REGISTERS>();
@@ -325,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x >= 96) schedule(base, t, n, x);
   } else {
     registers_more<CONSUMER_REGISTERS>();
-    Consumer consumer(t, n, x, factor, scale, base, warpgroup - 1);
+    Consumer consumer(t, n, x, factor, scale, base, GROUPS > 1 ? warpgroup - 1 : 0);
     consumer.run();
 #if MASK
     if (STAGED && consumer.lane == 0) await_stores();  // before a row is written again
@@ -334,5 +353,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Repair{inputs, t, n, x, scale, consumer.warp, consumer.lane, reinterpret_cast<float*>(own_rows)}.run(consumer.marks);
 #endif
   }
-  if (CLUSTER > 1) cluster_sync();  // the other block may still arrive at barriers here
 }

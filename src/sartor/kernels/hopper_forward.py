@@ -25,10 +25,12 @@ SIGNATURE = "TTMMMPPPPqqqiiiiiiiiiiff"  # of the kernel, before the aux values
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
 LONG = 8  # whole tiles of a head, at least, where the last tiles are dealt out in parts
-MANY = 4096  # more queries and keys than these make two blocks one cluster
 STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
 STEP_WIDE = STEP | {1: 1.4}  # of head dims beyond 128
-MASKED = 0.75  # of the rounds of full tiles, what those under a mask take; the longest takes its own time
+STEP_MASKED = {1: 1.8, 2: 2.3, 3: 3.0}  # under a mask, where few warpgroups wait for their own chain of products
+LONG_KEYS = 4096  # at least, where the longest tile is long
+FEW = 1024  # slices that are a few tiles for each SM
+ENDS = 2  # key tiles that the ends of a query tile take as long as
 MARKS = 4  # where they begin in the workspace, after the scheduler's counters
 
 
@@ -71,11 +73,6 @@ class HopperForward:
         assert plan.tile is not None
         return self.measure(plan.problem, plan.tile).shared_bytes
 
-    def notes(self, p: Problem) -> Iterable[str]:
-        """What the tile does not tell."""
-        if paired(p):
-            yield "two blocks, of neighbouring query tiles, load keys and values for each other (a cluster)"
-
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
         m, dtype = self.measure(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
@@ -90,12 +87,6 @@ class HopperForward:
             with torch.cuda.device(x.q.device):
                 return ready.run(x)  # type: ignore[no-any-return]
         return ready.run(x)  # type: ignore[no-any-return]
-
-
-def paired(p: Problem) -> bool:
-    """Whether blocks of neighbouring query tiles load keys and values for each other: where later rows see more keys
-    (causal masks, prefixes) few read the same at the same time, and what comes from L2 costs power."""
-    return mask_class(p) == "band" and min(p.seqlen_q, p.seqlen_kv) > MANY
 
 
 def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
@@ -118,7 +109,7 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Deal:
-    """What blocks, or clusters of them, are given by number: see `share` in cuda/schedule.cuh."""
+    """What blocks are given by number: see `share` in cuda/schedule.cuh."""
 
     tiles_head: int  # whole ones, where there are parts
     tiles: int  # numbers in all
@@ -187,7 +178,7 @@ class Measure:
     def held(self) -> int:
         """Steps of q k^T whose columns of q are held in registers: all, or as many as there is room for beside a plain
         mask. The others read two operands from shared memory, which is as fast as tensor cores at best: three
-        warpgroups have room for some where key tiles are narrow, and it is slower than they are."""
+        warpgroups have room for some where key tiles are narrow, whose products from shared memory are slower."""
         plain = self.p.program.score is None
         narrow = self.block_n <= 64 and plain and self.mask < 2
         most = self.registers if self.groups < 3 else 124 if narrow else 0
@@ -269,16 +260,17 @@ class Measure:
         """Whether the last tiles are dealt out in parts: blocks are given equally many, heads are long enough that to
         read one again, for a part, is little, and registers suffice."""
         plain = self.mask == 0 and self.p.program.score is None
-        return plain and self.cluster == 1 and self.groups > 1 and self.slices // self.groups >= LONG
+        return plain and self.groups > 1 and self.slices // self.groups >= LONG
 
     def deal(self, sms: int) -> Deal:
         """What so many SMs are given, in parts as wide as ends soonest."""
-        heads, step = self.p.batch * self.p.heads_kv, STEP if max(self.dim, self.dim_v) <= 128 else STEP_WIDE
+        heads, wide = self.p.batch * self.p.heads_kv, max(self.dim, self.dim_v) > 128
+        step = STEP_WIDE if wide else STEP_MASKED if self.mask else STEP
         if not self.parted:
-            tiles_head = -(-self.slices // (self.groups * self.cluster))
-            tiles, rounds = tiles_head * heads, tiles_head * heads * self.cluster / sms
-            time = step[self.groups] * (max(MASKED * rounds, 1.0) if self.mask else math.ceil(rounds))
-            return Deal(tiles_head, tiles, tiles, 0, self.groups, time)
+            tiles_head = -(-self.slices // self.groups)
+            tiles, rounds = tiles_head * heads, tiles_head * heads / sms
+            rounds = max(rounds * self.mean(tiles_head), 1.0) if self.mask else math.ceil(rounds)
+            return Deal(tiles_head, tiles, tiles, 0, self.groups, step[self.groups] * rounds)
         tiles_head, rest = divmod(self.slices, self.groups)
         left, rests = tiles_head * heads % sms, [rest] * heads if rest else []
 
@@ -290,6 +282,15 @@ class Measure:
         whole, parts = tiles_head * heads - left, left * -(-self.groups // width)
         time = step[self.groups] * whole / sms + last(width)
         return Deal(tiles_head, whole + parts + len(rests), whole, parts, width, time)
+
+    def mean(self, tiles_head: int) -> float:
+        """Time of a query tile in the mean, as a share of the longest's. Where later rows see more keys, a head's first
+        tile is the one that is not full."""
+        if mask_class(self.p) != "band":
+            return 0.75  # what is seen is not known here
+        keys = -(-self.p.seqlen_kv // self.block_n)
+        seen = 1 - self.groups * (tiles_head - 1) / (2 * self.slices)  # of the keys
+        return (seen * keys + ENDS) / (keys + ENDS)
 
     def suited(self, dev: Device) -> Tile:
         """The tile with fewer queries where few tiles leave SMs idle. Its keys stay, and so do all results."""
@@ -310,14 +311,12 @@ class Measure:
         return self.mask == 2 or self.p.program.has_lower_end
 
     @property
-    def cluster(self) -> int:
-        """Blocks that load keys and values for each other."""
-        return 2 if paired(self.p) else 1
-
-    @property
     def jobs(self) -> int:
-        """Notes on query tiles: one, to claim the next late; two where tiles are short or a note is read to the end."""
-        return 1 if self.mask == 1 and self.p.dim_v > 128 else 2
+        """Notes on query tiles: one, to claim the next late, as who holds a long tile back leaves others idle in the
+        end; two where many tiles are short, or a note is read to the end."""
+        p = self.p
+        long = p.seqlen_kv >= LONG_KEYS or self.slices * p.batch * p.heads_kv <= FEW
+        return 1 if self.mask == 1 and (p.dim_v > 128 or (mask_class(p) == "band" and long)) else 2
 
     @property
     def near(self) -> tuple[int, ...]:
@@ -332,8 +331,7 @@ class Measure:
         pairs = self.stages_k + self.stages_v + self.jobs + q_buffers * self.groups
         near = sum(self.block_n * expressions.size(self.p.program.aux[i]) + 16 for i in self.near)
         job = 16 + (544 if self.mask == 2 else 32) * self.groups
-        claim = 32 if self.cluster > 1 else 0
-        return tiles + 16 * pairs + self.jobs * job + claim + 64 * self.groups * near
+        return tiles + 16 * pairs + self.jobs * job + 64 * self.groups * near
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
@@ -349,7 +347,7 @@ class Measure:
             "BALANCED": int(self.balanced), "PARTS": int(self.parted), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
             "TURNS": int(self.turns),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32),
-            "CLUSTER": self.cluster, "AHEAD": int(self.ahead), "STAGED": int(self.staged),
+            "AHEAD": int(self.ahead), "STAGED": int(self.staged),
         }  # fmt: skip
 
 
@@ -381,14 +379,14 @@ class Ready:
         deal = m.deal(sms)
         kernel = nvrtc.Kernel(binary, "hopper_forward", SIGNATURE + letters, 128 * (m.groups + 1), m.shared_bytes)
         width, last, width_v = m.widths
-        slice_, tile = (m.rows, 64 // m.rows), (m.block_n // m.cluster, 1)
+        slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
         reads = any(isinstance(value, torch.Tensor) for value in x.aux)
         numbers = (
             *shape, deal.tiles_head, deal.tiles, m.section, deal.whole, deal.parts, deal.width,
             launch.factor(p, p.softmax_scale), p.softmax_scale,
         )  # fmt: skip
         return cls(
-            p, kernel, m.cluster * min(deal.tiles, sms // m.cluster),
+            p, kernel, min(deal.tiles, sms),
             numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,
             () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks,
             (host.maps(q, slice_, width, last), host.maps(k, tile, width, last), host.maps(v, tile, width_v)),

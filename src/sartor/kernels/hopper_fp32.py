@@ -135,11 +135,6 @@ class Measure(hopper_forward.Measure):
         return 1
 
     @property
-    def cluster(self) -> int:
-        """One block: keys and values are split by all."""
-        return 1
-
-    @property
     def parted(self) -> bool:
         """Never: few problems would gain."""
         return False

@@ -59,19 +59,12 @@ CHANGES = {
         },
     ),
     "plain-store": Change("threads store the output, not the copy engine", {"staged": lambda m: False}),
-    "cluster": Change(
-        "two blocks load for each other where each loads for itself, and the reverse",
-        {"cluster": lambda m: 3 - m.cluster},
-    ),
     "claims": Change(
         "a query tile is claimed one ahead where it is claimed late, and the reverse", {"jobs": lambda m: 3 - m.jobs}
     ),
     "static": Change("query tiles are dealt out, not claimed, the longest first", {"balanced": lambda m: False}),
     "whole": Change("the last query tiles are dealt out whole, not in parts", {"parted": lambda m: False}),
-    "any-mask": Change(
-        "the mask is taken for one that is no interval, for which blocks do not load for each other",
-        {"mask": lambda m: 2 * (m.mask > 0), "cluster": lambda m: 1},
-    ),
+    "any-mask": Change("the mask is taken for one that is no interval", {"mask": lambda m: 2 * (m.mask > 0)}),
     "one-width": Change("copies of q and k are equally wide", {"widths": lambda m: (*m.widths[:1], 0, *m.widths[2:])}),
     "all-heads": Change("all heads are in flight at once", {"section": lambda m: m.p.batch * m.p.heads_kv}),
     "two-stages": Change("two stages of keys, two of values", tile=lambda tile, legal: replace(tile, stages=4)),

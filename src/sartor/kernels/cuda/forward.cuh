@@ -5,8 +5,7 @@
 // and its measure in macros: DIM_V, COLUMNS (of the output, at most DIM_V), GROUPS (consumer warpgroups), BLOCK_N (keys a
 // tile), STAGES_K, STAGES_V, Q_BUFFERS, JOBS (notes on query tiles: one, or one ahead), ROWS (of a slice), MASK (0 none, 1
 // an interval a row, 2 any), LOWER (the interval has a lower end), SCORE, PRESCALE, SINKS, BALANCED, PARTS (see `share`),
-// RAGGED (the last key tile is not full), TURNS (warpgroups take turns at the tensor cores), WIDE (float32 output), BF16,
-// CLUSTER (blocks that work on neighbouring query tiles and share what is loaded: 1 or 2).
+// RAGGED (the last key tile is not full), TURNS (warpgroups take turns at the tensor cores), WIDE (float32 output), BF16.
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/near.cuh"
@@ -14,7 +13,7 @@
 
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
-constexpr bool SKIPS = GROUPS * CLUSTER > 1 && (MASK || PARTS);  // whether warpgroups pass over key tiles that only others see
+constexpr bool SKIPS = GROUPS > 1 && (MASK || PARTS);  // whether warpgroups pass over key tiles that only others see
 using Half = Half16<BF16>;
 using Part = Slice<ROWS>;
 using Job = Work<GROUPS, MASK == 2>;
@@ -30,15 +29,11 @@ struct Tensors {
   const TensorMap* out_map;  // of a warp's 16 rows, where the copy engine stores them
 };
 
-// ---- shared memory: tiles first, then pairs of barriers (full, empty), then jobs; then a cluster's next tile, with a pair
+// ---- shared memory: tiles first, then pairs of barriers (full, empty), then jobs
 constexpr int AT_K = Q_BUFFERS * GROUPS * QTile::bytes, AT_V = AT_K + STAGES_K * KTile::bytes;
 constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
 constexpr int AT_JOBS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + JOBS + Q_BUFFERS * GROUPS);
-constexpr int AT_CLAIM = AT_JOBS + JOBS * Job::bytes;
-constexpr int AT_NEAR = AT_CLAIM + (CLUSTER > 1 ? 32 : 0);  // NEAR_BYTES a consumer warp
-
-// An address without whose it is: what a wgmma descriptor has room for
-DEVICE u32 local(u32 address) { return CLUSTER > 1 ? address & 0xffffff : address; }
+constexpr int AT_NEAR = AT_JOBS + JOBS * Job::bytes;  // NEAR_BYTES a consumer warp
 
 struct Rings {
   Ring<STAGES_K> k;
@@ -51,10 +46,9 @@ struct Rings {
 
   static DEVICE void init(u32 base) {  // by one thread
     Rings rings(base, 0);
-    rings.k.init(4 * GROUPS * CLUSTER), rings.v.init(4 * GROUPS * CLUSTER);
+    rings.k.init(4 * GROUPS), rings.v.init(4 * GROUPS);
     rings.jobs.init(4 * TELLERS * GROUPS + 1, TELLERS);
     for (int g = 0; g < GROUPS; g++) Rings(base, g).q.init(4);
-    if (CLUSTER > 1) Ring<1>(base + AT_CLAIM + 16).init(1);
     barrier_publish();
   }
 };
@@ -62,8 +56,7 @@ struct Rings {
 // Slice `i` of a tile. With BALANCED the tile of a head that is not full is its first one, not its last, which may take the
 // longest; where there is no slice, it lies past the end.
 DEVICE Part slice(int tile, int i, const Shape& n) {
-  const int index = tile * (CLUSTER * GROUPS) + i;
-  const int missing = BALANCED ? n.tiles_head * (CLUSTER * GROUPS) - Part::count(n) : 0;
+  const int index = tile * GROUPS + i, missing = BALANCED ? n.tiles_head * GROUPS - Part::count(n) : 0;
   if (index < missing) return {n.seqlen_q, 0};
   return Part::number(index - missing, n);
 }
@@ -74,11 +67,9 @@ DEVICE void describe(const Share& at, u32 slot, const Shape& n, const Aux& x) {
   const bool lead = (threadIdx.x & 31) == 0;
   int lo = MASK ? n.seqlen_kv : 0, hi = MASK ? 0 : n.seqlen_kv;
 #pragma unroll 1
-  for (int i = 0; i < CLUSTER * GROUPS; i++) {  // slices of the whole cluster, all of which read the same keys
-    const int g = CLUSTER > 1 ? i - int(cluster_rank()) * GROUPS : i;
-    const bool own = CLUSTER == 1 || (g >= 0 && g < GROUPS);
-    Part part = slice(at.tile, at.first + i, n);
-    if (PARTS && i >= imin(at.count, GROUPS - at.first)) part.first_query = n.seqlen_q;  // past the end: another block's
+  for (int g = 0; g < GROUPS; g++) {
+    Part part = slice(at.tile, at.first + g, n);
+    if (PARTS && g >= imin(at.count, GROUPS - at.first)) part.first_query = n.seqlen_q;  // past the end: another block's
     const bool all = !MASK && !(PARTS && part.first_query >= n.seqlen_q);
     int full_lo = 0, full_hi = n.seqlen_kv, own_lo = MASK ? n.seqlen_kv : 0, own_hi = all ? n.seqlen_kv : 0;
 #if MASK
@@ -87,7 +78,7 @@ DEVICE void describe(const Share& at, u32 slot, const Shape& n, const Aux& x) {
       const int row = (threadIdx.x & 31) + 32 * r;
       const int head = imin(part.head(row), n.group - 1), query = imin(part.query(row), n.seqlen_q - 1);
       const Span s = rows(at.batch, at.head * n.group + head, query, x, n);
-      if (MASK == 2 && own) {
+      if (MASK == 2) {
         const bool whole = s.lo == s.full_lo && s.hi == s.full_hi;  // whether the row attends to all of it
         const u32 at_row = opaque(slot) + Job::interval(g, row);  // an address found anew: none is kept for each row
         shared_store_pair(at_row, make_uint2(whole ? imax(s.lo, 0) : -1, imin(s.hi, n.seqlen_kv)));
@@ -98,7 +89,7 @@ DEVICE void describe(const Share& at, u32 slot, const Shape& n, const Aux& x) {
     full_lo = warp_max(full_lo), full_hi = warp_min(full_hi), own_lo = warp_min(own_lo), own_hi = warp_max(own_hi);
     lo = imin(lo, own_lo), hi = imax(hi, own_hi);
 #endif
-    if (lead && own) {
+    if (lead) {
       shared_store(slot + Job::first_query(g), part.first_query), shared_store(slot + Job::first_head(g), part.first_head);
       shared_store(slot + Job::full_begin(g), ceil_div(full_lo, BLOCK_N));
       shared_store(slot + Job::full_end(g), imax(full_hi, 0) / BLOCK_N);
@@ -114,38 +105,17 @@ DEVICE void describe(const Share& at, u32 slot, const Shape& n, const Aux& x) {
   }
 }
 
-DEVICE int clusters() { return opaque(gridDim.x) / CLUSTER; }  // not kept: the scheduler has 32 registers
-
-// The next tile, for lane 0 at least: from one counter, longest first. The first block of a cluster asks for both.
-DEVICE int claim(u32 base, int* work, int parity) {
-  const bool lead = (threadIdx.x & 31) == 0;
-  const u32 slot = opaque(base) + AT_CLAIM, full = slot + 16, empty = slot + 24;
-  int next = 0;
-  if (CLUSTER == 1 || cluster_rank() == 0) {
-    if (lead) next = atomicAdd(work, 1) + clusters();
-    if (CLUSTER > 1) barrier_wait(empty, parity ^ 1);
-    if (CLUSTER > 1 && lead) send(at_rank(slot, 1), next, at_rank(full, 1));
-  } else {
-    if (lead) barrier_expect(full, 4);
-    barrier_wait(full, parity);
-    next = shared_load(slot);
-    __syncwarp();
-    if (lead) barrier_arrive_there(at_rank(empty, 0));
-  }
-  return next;
-}
-
 struct Silent { DEVICE void operator()(const Place&) const {} };
 template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x, Tell tell = {}) {
   Ring<JOBS> jobs = Rings(base, 0).jobs;
   const int lane = threadIdx.x & 31;
   const bool lead = lane == 0;
-  int number = blockIdx.x / CLUSTER;
+  int number = blockIdx.x;
 #pragma unroll 1
   for (bool first = true;; first = false) {
     jobs.await_empty();
-    int next = first ? number : number + clusters();
-    if (BALANCED && !first) next = claim(base, t.work, ~jobs.turn & 1);
+    int next = number;  // where tiles differ, from one counter, the longest first. The grid's size is not kept, for registers
+    if (!first) next = (BALANCED ? lead ? atomicAdd(t.work, 1) : 0 : number) + opaque(gridDim.x);
     number = __shfl_sync(ALL, next, 0);
     if (number >= n.tiles) break;
     const Share at = share<GROUPS, BALANCED, PARTS>(number, n);
@@ -162,14 +132,6 @@ template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, 
 }
 
 // ---- the loader
-template <class Tile> DEVICE void bring(u32 to, const TensorMap* map, u32 bar, int j, int head, int batch) {
-#if CLUSTER > 1
-  Tile::load_half(to, map, bar, OFTEN, j * BLOCK_N, head, batch, cluster_rank());
-#else
-  Tile::load(to, map, bar, OFTEN, j * BLOCK_N, head, batch);
-#endif
-}
-
 // One thread that orders tiles into shared memory as room comes free. QUERIES: whether they too are its; LATE: values come
 // after the next tile's keys, which are needed first and may have room sooner; `await` returns when the keys and values of
 // a tile are there, for a stage.
@@ -177,7 +139,7 @@ template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const
   Rings rings(base, 0);
   auto load_values = [&](int j, int head, int batch) {
     rings.v.await_empty();
-    bring<VTile>(base + AT_V + rings.v.stage() * VTile::bytes, t.v, rings.v.full(), j, head, batch);
+    VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, t.v, rings.v.full(), OFTEN, j * BLOCK_N, head, batch);
     rings.v.next();
   };
 #pragma unroll 1
@@ -191,7 +153,7 @@ template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const
     for (int j = last, g = QUERIES ? 0 : GROUPS; j >= begin; j--) {
       rings.k.await_empty();
       await(rings.k.stage(), j, head, batch);
-      bring<KTile>(base + AT_K + rings.k.stage() * KTile::bytes, t.k, rings.k.full(), j, head, batch);
+      KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, t.k, rings.k.full(), OFTEN, j * BLOCK_N, head, batch);
       rings.k.next();
 #pragma unroll 1
       for (; g < GROUPS; g++) {  // queries come after the first keys, whose place is free sooner
@@ -228,15 +190,9 @@ struct Worker {
       : t(t), n(n), x(x), base(base), group(group), warp(threadIdx.x >> 5 & 3), lane(threadIdx.x & 31),
         row(warp * 16 + (lane >> 2)), rings(base, group) {}
 
-  DEVICE void release(u32 bar) const {
-    if (lane == 0) barrier_arrive(bar);
-  }
-  DEVICE void release_to_all(u32 bar) const {  // what the whole cluster has to be done with
-    if (CLUSTER == 1) release(bar);
-    else if (lane < CLUSTER) barrier_arrive_there(at_rank(bar, lane));
-  }
-  DEVICE void done_k() { release_to_all(rings.k.empty()), rings.k.next(); }
-  DEVICE void done_v() { release_to_all(rings.v.empty()), rings.v.next(); }
+  DEVICE void release(u32 bar) const { barrier_arrive_if(lane == 0, bar); }
+  DEVICE void done_k() { release(rings.k.empty()), rings.k.next(); }
+  DEVICE void done_v() { release(rings.v.empty()), rings.v.next(); }
 
   DEVICE u32 job() const { return base + AT_JOBS + rings.jobs.stage() * Job::bytes; }
   DEVICE void done_job() {
@@ -324,14 +280,15 @@ struct Worker {
 #endif
 
   // Scores as the softmax takes them: scaled and changed by the score function, -inf where masked
-  DEVICE void prepare(float (&s)[BLOCK_N / 2], float scale) const {
-    const int first = j * BLOCK_N + 2 * (lane & 3);
-#if SCORE || MASK
-    const int query[2] = {part.query(row), part.query(row + 8)};
-    const int heads[2] = {query_head(row), query_head(row + 8)};
-#endif
+  DEVICE void prepare(float (&s)[BLOCK_N / 2], float scale) const { change(s, scale), mask(s); }
+  DEVICE bool masked() const { return (MASK || RAGGED) && (j >= full_end || (LOWER && j < full_begin)); }  // this key tile
+
+  DEVICE void change(float (&s)[BLOCK_N / 2], float scale) const {
     if (NEAR_BYTES) await_copies(), __syncwarp();
 #if SCORE
+    const int first = j * BLOCK_N + 2 * (lane & 3);
+    const int query[2] = {part.query(row), part.query(row + 8)};
+    const int heads[2] = {query_head(row), query_head(row + 8)};
     UNROLL for (int i = 0; i < BLOCK_N / 4; i++) {
       const int r = i % 2;
       Near y[2];
@@ -344,7 +301,14 @@ struct Worker {
 #elif PRESCALE
     UNROLL for (int i = 0; i < BLOCK_N / 2; i++) s[i] *= scale;
 #endif
-    if ((!MASK && !RAGGED) || (j < full_end && (!LOWER || j >= full_begin))) return;
+  }
+  DEVICE void mask(float (&s)[BLOCK_N / 2]) const {
+    if (!masked()) return;
+    const int first = j * BLOCK_N + 2 * (lane & 3);
+#if MASK
+    const int query[2] = {part.query(row), part.query(row + 8)};
+    const int heads[2] = {query_head(row), query_head(row + 8)};
+#endif
     int lo[2] = {0, 0}, hi[2] = {n.seqlen_kv, n.seqlen_kv};
 #if MASK == 1
     UNROLL for (int r = 0; r < 2; r++) {

@@ -37,35 +37,14 @@ DEVICE void barrier_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 DEVICE void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+DEVICE void barrier_arrive_if(bool mine, u32 bar) {  // no branch, which the compiler would make one of two of these
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p mbarrier.arrive.shared::cta.b64 _, [%1];}" ::"r"(u32(mine)), "r"(bar) : "memory");
+}
 DEVICE void barrier_wait(u32 bar, u32 parity) {
   asm volatile(
       "{.reg .pred done;\n"
       "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra DONE; bra WAIT; DONE:}" ::"r"(bar), "r"(parity) : "memory");
-}
-
-// ---- clusters: blocks that reach into each other's shared memory. An address of it says whose it is, unless it is taken
-// to be this block's own.
-DEVICE u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-DEVICE u32 at_rank(u32 address, u32 rank) {
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-// For a thread that has only read: `release.cluster` would wait until all that it has written is visible everywhere
-DEVICE void barrier_arrive_there(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-DEVICE void send(u32 to, int x, u32 bar) {  // 4 bytes that the barrier there expects
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-               ::"r"(to), "r"(x), "r"(bar) : "memory");
 }
 
 // A ring of stages in shared memory, each with a `full` and an `empty` barrier, 16 bytes a pair. One register counts two

@@ -23,7 +23,7 @@ DEVICE float quad_sum(float x) {
 
 // A row's weights are 2^(factor * s - reference). The reference comes from the row's first tile and is kept while the
 // weights stay in range (docs/numerics.md, "Speculation"), so later tiles need no maximum.
-struct Guess { float before[2]; bool wrong[2]; };  // of a thread's two rows: the sums before, and whether it failed
+struct Guess { float before[2], added[2]; };  // of a thread's two rows: their sums before, and what a tile added
 
 template <int N, bool BF16, bool SINK> struct Softmax {
   // bfloat16 weights have float32's range: a reference above the maximum leaves room for scores that grow. float16's
@@ -44,13 +44,14 @@ template <int N, bool BF16, bool SINK> struct Softmax {
     return exact ? -INF : dominant * (all - sum[r]);
   }
 
-  DEVICE void start(float (&s)[N / 2], float factor) {
-    float from[2];
+  // References for `rows` from their first scores. What is added to scaled scores is `from`; some rows, the others only
+  // with EXACT, have theirs subtracted before scaling.
+  template <bool EXACT> DEVICE void refer(float (&s)[N / 2], float factor, const bool (&rows)[2], float (&from)[2]) {
     bool coarse[2];
     UNROLL for (int r = 0; r < 2; r++) {
-      top[r] = fmaxf(quad_max(tile_max(s, r)), -MOST), sum[r] = 0.f;
-      from[r] = -reference(r, factor);
-      coarse[r] = !(fabsf(from[r]) <= fine);
+      const float most = fmaxf(quad_max(tile_max(s, r)), -MOST);
+      if (rows[r]) top[r] = most, from[r] = -reference(r, factor), bound[r] = INF;
+      coarse[r] = rows[r] && (EXACT || !(fabsf(from[r]) <= fine));
     }
     if (__any_sync(ALL, coarse[0] || coarse[1]))  // these rows subtract before scaling; the others subtract 0
       UNROLL for (int r = 0; r < 2; r++) {
@@ -58,19 +59,30 @@ template <int N, bool BF16, bool SINK> struct Softmax {
         if (coarse[r]) from[r] = -margin;
         UNROLL for (int i = r; i < N / 4; i += 2) s[2 * i] -= less, s[2 * i + 1] -= less;
       }
+  }
+  DEVICE void start(float (&s)[N / 2], float factor) {
+    float from[2];
+    refer<false>(s, factor, {true, true}, from);
+    sum[0] = sum[1] = 0.f;
     UNROLL for (int i = 0; i < N / 8; i++) {
       UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e], factor, from[e / 2]));
       UNROLL for (int r = 0; r < 2; r++) sum[r] += s[4 * i + 2 * r] + s[4 * i + 2 * r + 1];
     }
   }
-  DEVICE void settle(float factor) {  // what start leaves to do, before the next tile
-    UNROLL for (int r = 0; r < 2; r++) bound[r] = allowed(r, factor);
+  DEVICE void settle(float factor) {  // what new references leave to do, before the next tile
+    UNROLL for (int r = 0; r < 2; r++) {
+      const float room = allowed(r, factor);
+      if (bound[r] == INF) bound[r] = room;
+    }
   }
+  DEVICE bool unseen(int r) const { return top[r] == -MOST; }  // whether all keys of the row were masked so far
+  DEVICE bool late() const { return __any_sync(ALL, unseen(0) || unseen(1)); }
 
-  // Weights for scores, and their sums: the fast form, right where it says so
-  DEVICE Guess speculate(float (&s)[N / 2], float factor) {
-    float added[2] = {0.f, 0.f}, other[2] = {0.f, 0.f};
-    const float from[2] = {-reference(0, factor), -reference(1, factor)};
+  // Weights for scores, and their sums: the fast form, right where it says so. If there are `late` rows, these scores give
+  // them their references, and settle follows.
+  DEVICE Guess speculate(float (&s)[N / 2], float factor, bool late) {
+    float added[2] = {0.f, 0.f}, other[2] = {0.f, 0.f}, from[2] = {-reference(0, factor), -reference(1, factor)};
+    if (late) refer<true>(s, factor, {unseen(0), unseen(1)}, from);
     UNROLL for (int i = 0; i < N / 8; i++) {
       UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e], factor, from[e / 2]));
       float(&into)[2] = i % 2 ? other : added;
@@ -78,36 +90,37 @@ template <int N, bool BF16, bool SINK> struct Softmax {
     }
     Guess guess;
     UNROLL for (int r = 0; r < 2; r++) {
-      added[r] += other[r];
-      guess.before[r] = sum[r];
-      guess.wrong[r] = !(added[r] <= fminf(limit, fmaf(dominant, sum[r], bound[r])));
-      sum[r] += added[r];
+      guess.before[r] = sum[r], guess.added[r] = added[r] + other[r];
+      sum[r] += guess.added[r];
     }
     return guess;
   }
+  DEVICE bool wrong(const Guess& guess, int r) const {
+    return !(guess.added[r] <= fminf(limit, fmaf(dominant, guess.before[r], bound[r])));
+  }
 
   // The same scores again, for rows whose guess was wrong: a higher maximum, exact weights, and what the output is to be
-  // multiplied with. The other rows get what they had: a row's result is its own, whatever its neighbours hold.
+  // multiplied with. The other rows get what they had: a row's result is its own, whatever its neighbours hold. Settle
+  // follows.
   DEVICE void correct(float (&s)[N / 2], float factor, const Guess& guess, float (&shrink)[2]) {
     UNROLL for (int r = 0; r < 2; r++) {
-      bool wrong = guess.wrong[r];
+      bool wrong = this->wrong(guess, r);
       wrong |= __shfl_xor_sync(ALL, wrong, 1);
       wrong |= __shfl_xor_sync(ALL, wrong, 2);
       const float most = quad_max(tile_max(s, r)), higher = wrong ? fmaxf(most, top[r]) : top[r];
+      const bool exact = wrong || bound[r] == INF;  // as late rows have it
       const float from = -reference(r, factor);
       shrink[r] = power2((top[r] - higher) * factor);
       float added = 0.f;
       UNROLL for (int i = 0; i < N / 8; i++) {
         UNROLL for (int e = 2 * r; e < 2 * r + 2; e++) {
           const float x = s[4 * i + e];
-          s[4 * i + e] = power2(wrong ? fmaf(x - higher, factor, -margin) : fmaf(x, factor, from));
+          s[4 * i + e] = power2(exact ? fmaf(x - higher, factor, -margin) : fmaf(x, factor, from));
           added += s[4 * i + e];
         }
       }
       top[r] = higher;
-      if (wrong) sum[r] = fmaf(guess.before[r], shrink[r], added);
-      const float room = allowed(r, factor);
-      if (wrong) bound[r] = room;
+      if (wrong) sum[r] = fmaf(guess.before[r], shrink[r], added), bound[r] = INF;
     }
   }
 

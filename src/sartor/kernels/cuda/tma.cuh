@@ -14,13 +14,6 @@ DEVICE void tma_load(u32 to, const TensorMap* map, u32 bar, u64 keep, int column
       "[%0], [%1, {%4,%5,%6,%7}], [%2], %3;" ::"r"(to), "l"(map), "r"(bar), "l"(keep), "r"(column), "r"(row), "r"(head),
       "r"(batch) : "memory");
 }
-// The same, to the same place in both blocks of a cluster of two, each of whose barriers counts the bytes
-DEVICE void tma_load_both(u32 to, const TensorMap* map, u32 bar, u64 keep, int column, int row, int head, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-      "[%0], [%1, {%4,%5,%6,%7}], [%2], %8, %3;" ::"r"(to), "l"(map), "r"(bar), "l"(keep), "r"(column), "r"(row), "r"(head),
-      "r"(batch), "h"(u16(3)) : "memory");
-}
 DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];"
                ::"l"(map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
@@ -45,13 +38,6 @@ template <int COLUMNS, int ROWS, int WIDTH, int LAST = 0> struct Staged {
     barrier_expect(bar, copied_bytes);
     UNROLL for (int c = 0; c < chunks; c++) tma_load(to + c * chunk_bytes, map, bar, keep, c * WIDTH, row, head, batch);
     if (LAST) tma_load(to + wide_bytes, map + 1, bar, keep, chunks * WIDTH, row, head, batch);
-  }
-  // For a cluster of two, each of which orders half of the rows for both: `half` is this block's
-  static DEVICE void load_half(u32 to, const TensorMap* map, u32 bar, u64 keep, int row, int head, int batch, int half) {
-    barrier_expect(bar, copied_bytes);
-    const int own = half * (ROWS / 2), from = row + own, at = to + own * row_bytes;
-    UNROLL for (int c = 0; c < chunks; c++) tma_load_both(at + c * chunk_bytes, map, bar, keep, c * WIDTH, from, head, batch);
-    if (LAST) tma_load_both(to + wide_bytes + own * 2 * LAST, map + 1, bar, keep, chunks * WIDTH, from, head, batch);
   }
   // byte offsets of the chunk of the k-th sixteen columns, and in it of the 16 bytes that are half `half` of row `row`
   static constexpr int per_chunk = WIDTH / 16, wide = chunks * per_chunk;
