@@ -66,18 +66,21 @@ def test_memory(kernel):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
-HAZARD = re.compile(r"(\w+) hazard detected .*\n.* Read Thread \((\d+),.*\n.* Write Thread \((\d+),")
+HAZARD = re.compile(
+    r"(\w+) hazard detected .*\n.* Read Thread \((\d+),.*\n.* Write Thread \((\d+),.*\n.* Incoming Value : (\d+)"
+)
 
 
 def unexplained(said):
-    """The hazards but those of a note on a query tile. All lanes of a consumer warp read it; one says so for all
-    after that, and the scheduler, which waits for it, writes the next note over it. Racecheck orders that lane only."""
-    hazards = [(kind, int(reader), int(writer)) for kind, reader, writer in HAZARD.findall(said)]
+    """The hazards but those of a note on a query tile. All lanes of a consumer warp read it; the first then says so for
+    all, and the scheduler, which waits for it, writes the last note, -1, over it. Racecheck orders that lane only."""
+    hazards = [(kind, *map(int, numbers)) for kind, *numbers in HAZARD.findall(said)]
     assert len(hazards) == said.count("hazard detected"), said[-3000:]
     assert "RACECHECK SUMMARY" in said
-    return [h for h in hazards if not (h[0] == "WAR" and h[1] >= 128 and h[1] % 32 and h[2] == 96)]
+    consumers = [thread for thread in range(128, 512) if thread % 32]
+    return [h for h in hazards if not (h[0] == "WAR" and h[1] in consumers and h[2:] == (96, 0xFF))]  # bytes of -1
 
 
 def test_races():
-    tool = ("racecheck", "--racecheck-report", "hazard", "--print-limit", "100000")
+    tool = ("racecheck", "--racecheck-report", "all", "--print-limit", "100000")
     assert unexplained(sanitize(tool, "hopper_forward", dims=(64, 128), others="").stdout) == []

@@ -90,7 +90,10 @@ def render(name: str, results: Path) -> str:
     table, marks = _table(view, suite, chosen, lambda r: (none and r.provider == "sartor") or evidence.covers(r))
     if none or not (marks or all(map(evidence.covers, chosen))):
         part = "These figures of sartor are" if none else "Some of these figures of sartor are"
-        table.notes.append(f"{part} unverified: measured with other sources or tiles than those of today.")
+        table.notes.append(
+            f"{part} unverified: their sources are not those that passed the GPU tests, "
+            "or their tiles are not those of today."
+        )
     table.notes.append(provenance(chosen, found))
     return table.markdown() + "\n"
 
