@@ -90,7 +90,6 @@ def test_fewer_queries(dim, groups):
     """What few heads are given: the tile of a row, with fewer queries."""
     p = problem(dim, lengths=(4096, 4096), causal=True)
     tile = replace(choose(p, DEVICE).tile, block_m=64 * groups, warps=4 * (groups + 1))
-    assert Measure.of(p, tile).jobs == 1
     check(p, tile)
 
 

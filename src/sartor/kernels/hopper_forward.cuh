@@ -14,7 +14,6 @@
 using QTile = Staged<DIM, 64, WIDTH, LAST>;
 using KTile = Staged<DIM, BLOCK_N, WIDTH, LAST>;
 using VTile = Staged<DIM_V, BLOCK_N, WIDTH_V>;
-constexpr int LEAD = JOBS == 1 ? 2 : 0;
 constexpr bool LEAVES = MASK && LOWER;
 #include "cuda/forward.cuh"
 #include "cuda/softmax.cuh"

@@ -28,8 +28,7 @@ LONG = 8  # whole tiles of a head, at least, where the last tiles are dealt out 
 STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
 STEP_WIDE = STEP | {1: 1.4}  # of head dims beyond 128
 STEP_MASKED = {1: 1.8, 2: 2.3, 3: 3.0}  # under a mask, where few warpgroups wait for their own chain of products
-LONG_KEYS = 4096  # at least, where the longest tile is long
-FEW = 1024  # slices that are a few tiles for each SM
+EVERY = 1 << 16  # rounds, more than there are
 ENDS = 2  # key tiles that the ends of a query tile take as long as
 MARKS = 4  # where they begin in the workspace, after the scheduler's counters
 
@@ -293,10 +292,12 @@ class Measure:
         return (seen * keys + ENDS) / (keys + ENDS)
 
     def suited(self, dev: Device) -> Tile:
-        """The tile with fewer queries where few tiles leave SMs idle. Its keys stay, and so do all results."""
-        if not dev.sm_count:
+        """The tile with the fewest queries of those that end soonest: with all of them, few tiles would leave SMs idle.
+        Its keys stay, and so do all results."""
+        sms = dev.sm_count
+        if not sms:
             return self.tile
-        groups = min(range(self.groups, 0, -1), key=lambda g: replace(self, groups=g).deal(dev.sm_count or 1).time)
+        groups = min(range(1, self.groups + 1), key=lambda g: replace(self, groups=g).deal(sms).time)
         return replace(self.tile, block_m=64 * groups, warps=4 * (groups + 1))
 
     @property
@@ -311,12 +312,10 @@ class Measure:
         return self.mask == 2 or self.p.program.has_lower_end
 
     @property
-    def jobs(self) -> int:
-        """Notes on query tiles: one, to claim the next late, as who holds a long tile back leaves others idle in the
-        end; two where many tiles are short, or a note is read to the end."""
-        p = self.p
-        long = p.seqlen_kv >= LONG_KEYS or self.slices * p.batch * p.heads_kv <= FEW
-        return 1 if self.mask == 1 and (p.dim_v > 128 or (mask_class(p) == "band" and long)) else 2
+    def late_rounds(self) -> int:
+        """Rounds of all blocks, the last ones, in which tiles are claimed late: who holds one back leaves others idle
+        in the end. All, under a causal mask, whose longest tiles come first; else the loader is not to wait."""
+        return EVERY if self.mask and not self.lower else 2
 
     @property
     def near(self) -> tuple[int, ...]:
@@ -328,10 +327,10 @@ class Measure:
         step = 1024 if self.widths[1] else 1  # a chunk of 64 columns begins on 1024 bytes
         q_tile, k_tile = (-(-rows * qk // step) * step for rows in (64, self.block_n))
         tiles = q_buffers * self.groups * q_tile + self.stages_k * k_tile + self.stages_v * self.block_n * v
-        pairs = self.stages_k + self.stages_v + self.jobs + q_buffers * self.groups
+        pairs = self.stages_k + self.stages_v + 3 + q_buffers * self.groups  # 3: of notes, and of the word
         near = sum(self.block_n * expressions.size(self.p.program.aux[i]) + 16 for i in self.near)
-        job = 16 + (544 if self.mask == 2 else 32) * self.groups
-        return tiles + 16 * pairs + self.jobs * job + 64 * self.groups * near
+        note = 24 + (536 if self.mask == 2 else 24) * self.groups
+        return tiles + 16 * pairs + 2 * note + 64 * self.groups * near
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
@@ -341,7 +340,7 @@ class Measure:
             "DIM": self.dim, "DIM_V": self.dim_v, "DIM_EXACT": -(-p.dim // 8) * 8, "COLUMNS": p.dim_v,
             "WIDTH": width, "LAST": last, "WIDTH_V": width_v,
             "GROUPS": self.groups, "BLOCK_N": self.block_n, "STAGES_K": self.stages_k, "STAGES_V": self.stages_v,
-            "Q_BUFFERS": self.q_buffers, "HELD": self.held, "JOBS": self.jobs, "ROWS": self.rows,
+            "Q_BUFFERS": self.q_buffers, "HELD": self.held, "ROWS": self.rows, "LATE_ROUNDS": self.late_rounds,
             "MASK": mask, "LOWER": int(self.lower),
             "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0), "SINKS": int(p.sinks),
             "BALANCED": int(self.balanced), "PARTS": int(self.parted), "RAGGED": int(p.seqlen_kv % self.block_n != 0),

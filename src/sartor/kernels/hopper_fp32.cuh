@@ -16,7 +16,6 @@
 using QTile = Pair<Staged<DIM, 64, WIDTH>>;
 using KTile = Pair<Staged<DIM, BLOCK_N, WIDTH>>;
 using VTile = Pair<Staged<DIM_V, BLOCK_N, WIDTH_V>>;
-constexpr int LEAD = 0;
 constexpr bool LEAVES = false;  // its loop ends where its block's last one does
 #include "cuda/forward.cuh"
 #include "cuda/softmax.cuh"

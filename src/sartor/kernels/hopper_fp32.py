@@ -140,11 +140,6 @@ class Measure(hopper_forward.Measure):
         return False
 
     @property
-    def jobs(self) -> int:
-        """Notes on query tiles: one, unless it is read on; the steps over keys are long."""
-        return 1 if self.mask == 1 else 2
-
-    @property
     def ahead(self) -> bool:
         """Whether the next tile's q is copied beside the last product: a score needs the registers."""
         return self.p.program.score is None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sartor.device import Device
-from sartor.kernels.hopper_forward import HopperForward, Measure
+from sartor.kernels.hopper_forward import EVERY, HopperForward, Measure
 from sartor.kernels.spec import Operands, Plan, Tile
 from sartor.plan import choose
 from sartor.problem import Call, Problem, aux_values
@@ -60,7 +60,8 @@ CHANGES = {
     ),
     "plain-store": Change("threads store the output, not the copy engine", {"staged": lambda m: False}),
     "claims": Change(
-        "a query tile is claimed one ahead where it is claimed late, and the reverse", {"jobs": lambda m: 3 - m.jobs}
+        "query tiles are claimed one ahead where they are claimed late, and the reverse",
+        {"late_rounds": lambda m: 0 if m.late_rounds == EVERY else EVERY},
     ),
     "static": Change("query tiles are dealt out, not claimed, the longest first", {"balanced": lambda m: False}),
     "whole": Change("the last query tiles are dealt out whole, not in parts", {"parted": lambda m: False}),

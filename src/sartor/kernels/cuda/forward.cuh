@@ -1,11 +1,11 @@
 // What the Hopper forwards share: shared memory, the scheduler, the loader, and a warpgroup's place, mask and output.
 //
-// The kernel that includes this has named its tiles, QTile, KTile and VTile, how many key tiles before the end of a note
-// its place is free for the next (LEAD), whether a warpgroup passes over the key tiles before those that it sees (LEAVES),
-// and its measure in macros: DIM_V, COLUMNS (of the output, at most DIM_V), GROUPS (consumer warpgroups), BLOCK_N (keys a
-// tile), STAGES_K, STAGES_V, Q_BUFFERS, JOBS (notes on query tiles: one, or one ahead), ROWS (of a slice), MASK (0 none, 1
-// an interval a row, 2 any), LOWER (the interval has a lower end), SCORE, PRESCALE, SINKS, BALANCED, PARTS (see `share`),
-// RAGGED (the last key tile is not full), TURNS (warpgroups take turns at the tensor cores), WIDE (float32 output), BF16.
+// The kernel that includes this has named its tiles, QTile, KTile and VTile, whether a warpgroup passes over the key tiles
+// before those that it sees (LEAVES), and its measure in macros: DIM_V, COLUMNS (of the output, at most DIM_V), GROUPS
+// (consumer warpgroups), BLOCK_N (keys a tile), STAGES_K, STAGES_V, Q_BUFFERS, LATE_ROUNDS (of all blocks, the last ones, in
+// which query tiles are claimed late), ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval
+// has a lower end), SCORE, PRESCALE, SINKS, BALANCED, PARTS (see `share`), RAGGED (the last key tile is not full), TURNS
+// (warpgroups take turns at the tensor cores), WIDE (float32 output), BF16.
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/near.cuh"
@@ -32,22 +32,24 @@ struct Tensors {
 // ---- shared memory: tiles first, then pairs of barriers (full, empty), then jobs
 constexpr int AT_K = Q_BUFFERS * GROUPS * QTile::bytes, AT_V = AT_K + STAGES_K * KTile::bytes;
 constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
-constexpr int AT_JOBS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + JOBS + Q_BUFFERS * GROUPS);
-constexpr int AT_NEAR = AT_JOBS + JOBS * Job::bytes;  // NEAR_BYTES a consumer warp
+constexpr int AT_JOBS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + 3 + Q_BUFFERS * GROUPS);  // 3: jobs and next
+constexpr int AT_NEAR = AT_JOBS + 2 * Job::bytes;  // NEAR_BYTES a consumer warp
 
 struct Rings {
   Ring<STAGES_K> k;
   Ring<STAGES_V> v;
-  Ring<JOBS> jobs;
+  Ring<2> jobs;  // notes on query tiles, free when the consumers have read them
+  Ring<1> next;  // full when the loader, on its way through a note, says that another may be written
   Ring<Q_BUFFERS> q;
   DEVICE Rings(u32 base, int group)
       : k(base + AT_BARRIERS), v(k.bars + 16 * STAGES_K), jobs(v.bars + 16 * STAGES_V),
-        q(jobs.bars + 16 * JOBS + 16 * Q_BUFFERS * group) {}
+        next(jobs.bars + 32), q(next.bars + 16 + 16 * Q_BUFFERS * group) {}
 
   static DEVICE void init(u32 base) {  // by one thread
     Rings rings(base, 0);
     rings.k.init(4 * GROUPS), rings.v.init(4 * GROUPS);
-    rings.jobs.init(4 * TELLERS * GROUPS + 1, TELLERS);
+    rings.jobs.init(4 * TELLERS * GROUPS, TELLERS);
+    rings.next.init(1);
     for (int g = 0; g < GROUPS; g++) Rings(base, g).q.init(4);
     barrier_publish();
   }
@@ -61,9 +63,9 @@ DEVICE Part slice(int tile, int i, const Shape& n) {
   return Part::number(index - missing, n);
 }
 
-// ---- the scheduler: one warp that finds the next query tile and its keys, as late as the loader can wait for it: a block
-// that has claimed long tiles ahead leaves others idle in the end
-DEVICE void describe(const Share& at, u32 slot, const Shape& n, const Aux& x) {
+// ---- the scheduler: one warp that finds the next query tile and its keys. `late`: as late as the loader can wait for it,
+// as a block that has claimed long tiles ahead leaves others idle in the end
+DEVICE void describe(const Share& at, bool late, u32 slot, const Shape& n, const Aux& x) {
   const bool lead = (threadIdx.x & 31) == 0;
   int lo = MASK ? n.seqlen_kv : 0, hi = MASK ? 0 : n.seqlen_kv;
 #pragma unroll 1
@@ -102,32 +104,35 @@ DEVICE void describe(const Share& at, u32 slot, const Shape& n, const Aux& x) {
   if (lead) {
     shared_store(slot + Job::batch, at.batch), shared_store(slot + Job::head, at.head);
     shared_store(slot + Job::begin, begin), shared_store(slot + Job::end, end);
+    shared_store(slot + Job::tell, late ? imin(begin + 2, end - 1) : end - 1);
   }
 }
 
 struct Silent { DEVICE void operator()(const Place&) const {} };
 template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x, Tell tell = {}) {
-  Ring<JOBS> jobs = Rings(base, 0).jobs;
+  Rings rings(base, 0);
   const int lane = threadIdx.x & 31;
   const bool lead = lane == 0;
   int number = blockIdx.x;
 #pragma unroll 1
   for (bool first = true;; first = false) {
-    jobs.await_empty();
+    if (!first) rings.next.await_full(), rings.next.next();
+    rings.jobs.await_empty();
     int next = number;  // where tiles differ, from one counter, the longest first. The grid's size is not kept, for registers
     if (!first) next = (BALANCED ? lead ? atomicAdd(t.work, 1) : 0 : number) + opaque(gridDim.x);
     number = __shfl_sync(ALL, next, 0);
     if (number >= n.tiles) break;
     const Share at = share<GROUPS, BALANCED, PARTS>(number, n);
-    describe(at, base + AT_JOBS + jobs.stage() * Job::bytes, n, x);
+    const bool late = BALANCED && number + LATE_ROUNDS * int(opaque(gridDim.x)) >= n.tiles;
+    describe(at, late, base + AT_JOBS + rings.jobs.stage() * Job::bytes, n, x);
     __syncwarp();
-    if (lane < TELLERS) barrier_arrive(jobs.full());
+    if (lane < TELLERS) barrier_arrive(rings.jobs.full());
     tell(at);
-    jobs.next();
+    rings.jobs.next();
   }
-  if (lead) shared_store(base + AT_JOBS + jobs.stage() * Job::bytes, -1);
+  if (lead) shared_store(base + AT_JOBS + rings.jobs.stage() * Job::bytes, -1);
   __syncwarp();
-  if (lane < TELLERS) barrier_arrive(jobs.full());
+  if (lane < TELLERS) barrier_arrive(rings.jobs.full());
   if (BALANCED && lead && atomicAdd(t.work + 1, 1) == int(gridDim.x) - 1) t.work[0] = t.work[1] = 0;  // for the next launch
 }
 
@@ -148,6 +153,7 @@ template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const
     const u32 slot = base + AT_JOBS + rings.jobs.stage() * Job::bytes;
     const int batch = shared_load(slot + Job::batch), head = shared_load(slot + Job::head);
     const int begin = shared_load(slot + Job::begin), last = shared_load(slot + Job::end) - 1;
+    const int tell = shared_load(slot + Job::tell);
     if (batch < 0) return;
 #pragma unroll 1
     for (int j = last, g = QUERIES ? 0 : GROUPS; j >= begin; j--) {
@@ -155,6 +161,7 @@ template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const
       await(rings.k.stage(), j, head, batch);
       KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, t.k, rings.k.full(), OFTEN, j * BLOCK_N, head, batch);
       rings.k.next();
+      if (j == tell) barrier_arrive(rings.next.full());
 #pragma unroll 1
       for (; g < GROUPS; g++) {  // queries come after the first keys, whose place is free sooner
         const u32 skip = 16 * Q_BUFFERS * g;  // the rings of all groups turn together
@@ -162,7 +169,6 @@ template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const
         QTile::load(base + (g * Q_BUFFERS + rings.q.stage()) * QTile::bytes, t.q, rings.q.full() + skip, ONCE,
                     shared_load(slot + Job::first_query(g)), head * n.group + shared_load(slot + Job::first_head(g)), batch);
       }
-      if (j == imin(last, begin + LEAD)) barrier_arrive(rings.jobs.empty());
       if (!LATE || j < last) load_values(j + LATE, head, batch);
     }
     if (LATE) load_values(begin, head, batch);

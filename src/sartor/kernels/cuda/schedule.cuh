@@ -22,17 +22,18 @@ template <int ROWS> struct Slice {
 };
 
 // What everybody is told of a tile, in shared memory, by byte offsets: its place (batch -1: there is no more), its keys in
-// key tiles [begin, end), and for slice g where it is, which key tiles, [full_begin, full_end), need no mask in it, and
-// [own_begin, own_end), outside which it sees nothing. TOLD: also the interval of keys of each row
+// key tiles [begin, end), the one at which another query tile is claimed (tell), and for slice g where it is, which key
+// tiles, [full_begin, full_end), need no mask in it, and [own_begin, own_end), outside which it sees nothing. TOLD: also
+// the interval of keys of each row
 template <int GROUPS, bool TOLD> struct Work {
-  static constexpr int batch = 0, head = 4, begin = 8, end = 12, intervals = 16 + 32 * GROUPS;
+  static constexpr int batch = 0, head = 4, begin = 8, end = 12, tell = 16, intervals = 24 + 24 * GROUPS;
   static constexpr int bytes = intervals + (TOLD ? 512 * GROUPS : 0);
-  static DEVICE int first_query(int g) { return 16 + 32 * g; }
-  static DEVICE int first_head(int g) { return 20 + 32 * g; }
-  static DEVICE int full_begin(int g) { return 24 + 32 * g; }
-  static DEVICE int full_end(int g) { return 28 + 32 * g; }
-  static DEVICE int own_begin(int g) { return 32 + 32 * g; }
-  static DEVICE int own_end(int g) { return 36 + 32 * g; }
+  static DEVICE int first_query(int g) { return 20 + 24 * g; }
+  static DEVICE int first_head(int g) { return 24 + 24 * g; }
+  static DEVICE int full_begin(int g) { return 28 + 24 * g; }
+  static DEVICE int full_end(int g) { return 32 + 24 * g; }
+  static DEVICE int own_begin(int g) { return 36 + 24 * g; }
+  static DEVICE int own_end(int g) { return 40 + 24 * g; }
   static DEVICE int interval(int g, int row) { return intervals + 512 * g + 8 * row; }
 };
 
