@@ -1,7 +1,9 @@
-"""Kernels that need a GPU were verified on one from exactly their present sources, rungs measured, or are pending."""
+"""Kernels that need a GPU were verified on one from exactly their present sources, rungs measured, or are pending; the
+tables beside the records are made of them."""
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from sartor.lab.rung import Rung
 from sartor.lab.suites import checkout
 
 ROOT = checkout()
+RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl")) if ROOT else []
 NAMES = [n for n in (*kernels.FORWARD, *kernels.BACKWARD) if n.startswith(GPU_KERNELS)]
 
 
@@ -54,3 +57,11 @@ def test_kernel_has_evidence_or_is_pending(name: str) -> None:
     assert name in pending() or kernels.source_hash(name) in evidence().get(name, set()), (
         f"{name} changed since it was verified: run `sartor verify` on a GPU, or name it in pending.md with the reason"
     )
+
+
+@pytest.mark.skipif(ROOT is None, reason="records lie in a checkout")
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_csv_is_of_its_records(path: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made.csv"
+    records.write_csv(made, records.read(path))
+    assert path.with_suffix(".csv").read_text() == made.read_text()

@@ -173,10 +173,15 @@ class Store:
             kept = {r.run_id for r in records if r.mode != CEILINGS} | {self.run.run_id}
             records = [r for r in records if r.run_id in kept]
             self.path.write_text("".join(r.to_json() + "\n" for r in records), encoding="utf-8")
-        with self.path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [f.name for f in fields(Record)])
-            writer.writeheader()
-            writer.writerows({k: _short(v) for k, v in asdict(r).items()} for r in records)
+        write_csv(self.path.with_suffix(".csv"), records)
+
+
+def write_csv(path: Path, records: Iterable[Record]) -> None:
+    """The records as a table, a line each."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Record)])
+        writer.writeheader()
+        writer.writerows({k: _short(v) for k, v in asdict(r).items()} for r in records)
 
 
 def read(path: Path) -> list[Record]:
