@@ -57,9 +57,11 @@ def attention(
             -1 is unbounded.
         softmax_scale: factor of q k^T; 1 / sqrt(dim) by default. May be 0 or negative.
         softcap: with c > 0, scores become c * tanh(score / c).
-        bias: float tensor broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), added to the scores; differentiable.
+        bias: float tensor broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), added to the scores; differentiable,
+            at the price of one more kernel and of its size in float32, which are spared where it requires no gradient.
         mask: bool tensor broadcastable to the same, True = attend; or a `sartor.mods.Mask`.
-        alibi_slopes: float32 (heads_q,) or (batch, heads_q): scores lose slope * |i + seqlen_kv - seqlen_q - j|.
+        alibi_slopes: (heads_q,) or (batch, heads_q), float32 (float64 is read so beside float64 inputs only): scores
+            lose slope * |i + seqlen_kv - seqlen_q - j|. Not differentiable: refused where autograd would follow it.
         sinks: (heads_q,): one more logit in each row's softmax denominator; differentiable.
         deterministic: bit-equal gradients from run to run, which torch.use_deterministic_algorithms asks for too. Only
             dq of 16-bit floats on Hopper, head dims 64 and 128, is not so without it.
@@ -112,6 +114,8 @@ def explain(
     unknown = set(options) - set(attention.__kwdefaults__ or ())
     if unknown:
         raise TypeError(f"explain() got unknown arguments {sorted(unknown)}")
+    if device is not None and not isinstance(device, Device):
+        raise TypeError(f"device must be a sartor.device.Device, got {type(device).__name__}: {device!r}")
     q, k, v = _autocast(q, k, v)
     call = Call(q, k, v, layout=layout, **options)
     return explain_problem(Problem.of(call), device or Device.of(call.q.device))
@@ -183,7 +187,7 @@ def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
 
 def _refuse_tangents(call: Call) -> None:
     """Forward-mode differentiation would get a tangent of zero: say that there is none."""
-    for name in ("q", "k", "v", "bias", "sinks"):
+    for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks"):
         t = getattr(call, name)
         if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
             raise NotImplementedError(f"{name} must have no tangent: attention has no forward-mode derivative (jvp)")

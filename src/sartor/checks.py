@@ -25,7 +25,10 @@ def real(name: str, value: Any) -> float:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}: {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite as a float, got a number beyond its range") from None
 
 
 def is_integer(value: Any) -> bool:

@@ -15,3 +15,7 @@ class Unsupported(NotImplementedError):
         for name, why in reasons.items():
             lines += [f"  {name} cannot because:"] + [f"    {reason}" for reason in why]
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type, tuple[str, dict[str, list[str]]]]:
+        """The problem as text, which takes no plan and no program to another process."""
+        return type(self), (str(self.problem), self.reasons)

@@ -167,7 +167,7 @@ _ARGUMENTS = (
 _LIBRARY = torch.library.Library("sartor", "DEF")
 _LIBRARY.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS})"
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_gradient, {_ARGUMENTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -204,8 +204,10 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.impl(_LIBRARY, "attention_backward", "CompositeExplicitAutograd")
-def _attention_backward(dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    call = _call(*args)
+def _attention_backward(
+    dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: bool, *args: Any
+) -> tuple[Tensor, ...]:
+    call = replace(_call(*args), bias_gradient=bias_gradient)
     prepared = prepare(call)
     g = _backward(prepared, prepared.operands(call), Saved(out, lse, dout, dlse))
     dbias = g.dq.new_empty(0) if g.dbias is None else g.dbias.to(call.bias.dtype).view(call.bias.shape)  # type: ignore[union-attr]
@@ -227,8 +229,11 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 @torch.library.register_fake("sartor::attention_backward", lib=_LIBRARY)
-def _attention_backward_fake(dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _attention_backward_fake(
+    dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: bool, *args: Any
+) -> tuple[Tensor, ...]:
     q, k, v, bias, _, _, sinks = args[:7]
+    bias = bias if bias_gradient else None
     gradients = [t.new_empty(t.shape) for t in (q, k, v)]
     return (*gradients, *(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (bias, sinks)))
 
@@ -244,9 +249,9 @@ def _operator_backward(ctx: Any, dout: Any, dlse: Any) -> Any:
     *tensors, out, lse = ctx.saved_tensors
     inputs, mask_tensors = tensors[:7], list(tensors[7 : 7 + n])
     dout = torch.zeros_like(out) if dout is None else dout
-    g = torch.ops.sartor.attention_backward(dout, dlse, out, lse, *inputs, mask_tensors, *ctx.options)
-    bias, sinks = inputs[3], inputs[6]
-    dbias, dsinks = (None if t is None else d for t, d in zip((bias, sinks), g[3:], strict=True))
+    wanted = ctx.needs_input_grad[3]
+    g = torch.ops.sartor.attention_backward(dout, dlse, out, lse, wanted, *inputs, mask_tensors, *ctx.options)
+    dbias, dsinks = g[3] if wanted else None, None if inputs[6] is None else g[4]
     return *g[:3], dbias, None, None, dsinks, [None] * n, *([None] * len(ctx.options))
 
 
@@ -271,6 +276,8 @@ def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **
 
 
 @register_flop_formula(torch.ops.sartor.attention_backward)
-def _backward_flops(dout: Any, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any) -> int:
+def _backward_flops(
+    dout: Any, dlse: Any, out: Any, lse: Any, bias_gradient: bool, q: Any, k: Any, v: Any, *rest: Any, **_: Any
+) -> int:
     """Useful FLOPs of the backward: 2.5 times the forward's."""
     return int(2.5 * _flops(q, k, v, rest[6]))

@@ -41,6 +41,7 @@ class Call:
     kernel: str = "auto"
     precision: str = "ieee"
     layout: str = "bshd"  # of q, k and v: one of LAYOUTS
+    bias_gradient: bool | None = None  # whether the bias' is wanted; None: where bias requires one
 
     def __post_init__(self) -> None:
         """On every call, since keys do not tell them apart: True and 1, 1 and 1.0, a tensor and what it holds."""
@@ -53,6 +54,11 @@ class Call:
             self.softmax_scale = real("softmax_scale", self.softmax_scale)
         self.softcap = real("softcap", self.softcap)
         boolean("deterministic", self.deterministic)
+        if self.bias_gradient is None:
+            self.bias_gradient = isinstance(self.bias, torch.Tensor) and self.bias.requires_grad
+        slopes = self.alibi_slopes
+        if isinstance(slopes, torch.Tensor) and slopes.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("alibi_slopes has no gradient here: expected requires_grad=False, got True")
 
     def key(self) -> tuple[Any, ...]:
         """Equal keys mean equal problems and equal plans; made on every call, so it only reads attributes."""
@@ -64,7 +70,7 @@ class Call:
             q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
             None if plain else (_extra_key(bias), _extra_key(mask), _extra_key(slopes), _extra_key(sinks)),
             self.causal, self.window, self.softmax_scale, self.softcap, self.bits_repeat,
-            self.out_dtype, self.kernel, self.precision, self.layout,
+            self.out_dtype, self.kernel, self.precision, self.layout, self.bias_gradient,
         )  # fmt: skip
 
     def bshd(self) -> Call:
@@ -118,7 +124,7 @@ class Problem:
     mask_name: str = "full"
     score_name: str = ""
     sinks: bool = False
-    bias_shape: tuple[int, ...] | None = None
+    bias_shape: tuple[int, ...] | None = None  # of four dims, where the bias' gradient is wanted
     deterministic: bool = False
     precision: str = "ieee"
     kernel: str = "auto"
@@ -144,18 +150,19 @@ class Problem:
         mask, score = mods(call)
         program, values = Program.of(mask, score)
         template = tuple(None if isinstance(v, torch.Tensor) else resolve(v, sq, skv) for v in values)
+        tables = [four_dims(v) for v in values if isinstance(v, torch.Tensor)]
         dense = {"q": call.q, "k": call.k, "v": call.v}
         problem = cls(
             b, hq, hkv, sq, skv, d, dv, call.q.dtype, call.out_dtype or call.q.dtype, call.q.device.type,
             default_scale(d) if call.softmax_scale is None else float(call.softmax_scale),
             program, mask.name if mask else "full", score.name if score else "", call.sinks is not None,
-            None if call.bias is None else (1,) * (4 - call.bias.dim()) + tuple(call.bias.shape),
+            None if call.bias is None or not call.bias_gradient else tuple(four_dims(call.bias).shape),
             call.bits_repeat, call.precision, call.kernel,
             tuple(n for n, t in dense.items() if t.stride(3) != 1 and t.shape[3] > 1),
             call.out_dtype in (None, call.q.dtype) and d == dv
             and (call.q.is_contiguous() or call.q.transpose(1, 2).is_contiguous()),
             all(_rows_on_16_bytes(t) for t in dense.values()),
-            all(_rows_on_16_bytes(t) for t in values if isinstance(t, torch.Tensor) and t.shape[3] == skv > 1),
+            all(_rows_on_16_bytes(t) for t in tables if t.shape[3] == skv > 1),
         )  # fmt: skip
         return problem, template
 
@@ -232,12 +239,17 @@ def mods(call: Call) -> tuple[Mask | None, Score | None]:
     score = None
     steps = (
         scores.softcap(call.softcap) if call.softcap else None,
-        None if call.alibi_slopes is None else scores.alibi(call.alibi_slopes),
+        None if call.alibi_slopes is None else scores.alibi(call.alibi_slopes, slopes_dtype(call)),
         None if call.bias is None else scores.bias(call.bias),
     )
     for step in steps:
         score = step if score is None else score.then(step) if step is not None else score
     return mask, score
+
+
+def slopes_dtype(call: Call) -> torch.dtype:
+    """What ALiBi's slopes are read as: float64 beside float64, else float32."""
+    return torch.float64 if call.q.dtype == torch.float64 else torch.float32
 
 
 @lru_cache(maxsize=256)
@@ -257,7 +269,7 @@ def aux_tensors(call: Call) -> list[torch.Tensor]:
     found: Sequence[torch.Tensor] = ()
     if call.mask is not None:
         found = call.mask.tensors if isinstance(call.mask, Mask) else (call.mask,)
-    slopes = () if call.alibi_slopes is None else (scores.slopes_table(call.alibi_slopes),)
+    slopes = () if call.alibi_slopes is None else (scores.slopes_table(call.alibi_slopes, slopes_dtype(call)),)
     bias = () if call.bias is None else (call.bias,)
     return [four_dims(t) for t in (*found, *slopes, *bias)]
 
@@ -354,9 +366,7 @@ def _check_extras(call: Call, full: tuple[int, int, int, int]) -> None:
         if t.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}")
     if call.alibi_slopes is not None and call.alibi_slopes.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"alibi_slopes must have dtype float32, got {call.alibi_slopes.dtype}")
-    if call.alibi_slopes is not None and call.alibi_slopes.requires_grad:
-        raise NotImplementedError("alibi_slopes has no gradient here: expected requires_grad=False, got True")
+        raise TypeError(f"alibi_slopes must have dtype float32 or float64, got {call.alibi_slopes.dtype}")
 
 
 def _check_extra(name: str, t: torch.Tensor, q: torch.Tensor, full: tuple[int, int, int, int]) -> None:

@@ -300,7 +300,7 @@ def magnitudes(
 
 def _add_magnitudes(found: dict[str, Tensor], piece: Piece, dout: Tensor | None, dlse: Tensor | None) -> float:
     q, k, v = (t.double().nan_to_num(0, 0, 0) for t in piece[3:6])
-    call = Call(q, k, v, **piece.options)
+    call = Call(q, k, v, **piece.options, bias_gradient=True)
     p = Problem.of(call)
     x = Operands(q, k, v, call.sinks, aux_values(call))  # type: ignore[arg-type]
     q, k, v = q.transpose(1, 2), *(t.transpose(1, 2).repeat_interleave(p.group, 1) for t in (k, v))

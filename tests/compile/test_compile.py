@@ -173,7 +173,7 @@ def meta(*shape, dtype=torch.float32):
 MODS = {
     "softcap": lambda: {"softcap": 30.0},
     "alibi": lambda: {"alibi_slopes": meta(HEADS)},
-    "bias": lambda: {"bias": meta(BATCH, HEADS, LENGTH, LENGTH)},
+    "bias": lambda: {"bias": meta(BATCH, HEADS, LENGTH, LENGTH).requires_grad_()},
     "mask": lambda: {"mask": meta(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)},
     "document": lambda: {"mask": mods.document(meta(BATCH, LENGTH, dtype=torch.int32))},
     "prefix": lambda: {"mask": mods.prefix(1000) | mods.causal()},

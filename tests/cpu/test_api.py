@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import sartor
 from sartor import kernels, mods, nvrtc, ops, problem, testing
 from sartor.device import ARCHITECTURES, CPU
+from sartor.errors import Unsupported
 from sartor.kernels import blocked
+from sartor.kernels.blocked import BACKWARD_SPEC
 from sartor.mods import core
 from sartor.mods.core import resolve
 from sartor.problem import Call
@@ -367,10 +370,11 @@ def test_opcheck_backward():
     with torch.no_grad():
         arguments = ops.as_operator_arguments(Call(q, k, v, **options))
         out, lse = torch.ops.sartor.attention(*arguments)
-        arguments = (testing.make_like(out), testing.make_like(lse), out, lse, *arguments)
-        torch.library.opcheck(
-            torch.ops.sartor.attention_backward, arguments, test_utils=("test_schema", "test_faketensor")
-        )
+        for wanted in (False, True):
+            given = (testing.make_like(out), testing.make_like(lse), out, lse, wanted, *arguments)
+            torch.library.opcheck(
+                torch.ops.sartor.attention_backward, given, test_utils=("test_schema", "test_faketensor")
+            )
 
 
 @pytest.mark.parametrize("kernel", ["torch", "blocked", "reference"])
@@ -387,6 +391,45 @@ def test_opcheck_dynamic():
     (q, k, v), _ = leaves_of({})
     arguments = ops.as_operator_arguments(Call(q, k, v, causal=True))
     torch.library.opcheck(torch.ops.sartor.attention, arguments, test_utils=("test_aot_dispatch_dynamic",))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bias_gets_a_gradient_if_it_wants_one(compiled, monkeypatch):
+    """It takes the backward a kernel and the memory of the bias, which a mask of floats is not to pay for."""
+    torch._dynamo.reset()
+    made = []
+    run = BACKWARD_SPEC.run
+    monkeypatch.setattr(type(BACKWARD_SPEC), "run", lambda self, *a: made.append(run(*a)) or made[-1])
+    (q, k, v), _ = leaves_of({})
+    call = lambda bias: sartor.attention(q, k, v, bias=bias)  # noqa: E731 - compiled and not
+    call = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    for wanted in (False, True, False):
+        bias = torch.randn(9, 13, requires_grad=wanted)
+        call(bias).sum().backward()
+        assert (bias.grad is not None) == wanted == (made.pop().dbias is not None)
+
+
+def test_unsupported_reaches_another_process():
+    with pytest.raises(Unsupported) as caught:
+        sartor.attention(*inputs(), kernel="triton")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is Unsupported
+    assert str(again) == str(caught.value)
+    assert again.reasons == caught.value.reasons
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_of_no_score_at_all(layout, causal):
+    """-inf for every key: lse is -inf, where PyTorch's own kernel says 0; other rows with 0 keep it."""
+    q, k, v = torch.zeros(1, 4, 1, 8), torch.full((1, 4, 1, 8), -1e20), torch.randn(1, 4, 1, 8)
+    q[:, 1:3] = 1e20
+    want = torch.tensor([1.0, 0, 0, 1]).log() + (torch.tensor([1.0, 2, 3, 4]) if causal else torch.tensor(4.0)).log()
+    q, k, v = (t.transpose(1, 2) if layout == "bhsd" else t for t in (q, k, v))
+    for kernel in ("auto", "torch", "reference"):
+        out, lse = sartor.attention(q, k, v, layout=layout, causal=causal, return_lse=True, kernel=kernel)
+        assert torch.allclose(lse.flatten(), want)
+        assert not out.flatten(0, 2)[1:3].any()
 
 
 def test_flop_counter():

@@ -126,6 +126,7 @@ BAD = {
     "C03_sdpa": (lambda: sdpa(dropout_p="x"), "dropout_p", "x"),
     "C04": (lambda: attend(softmax_scale=NAN), "softmax_scale", "nan"),
     "C05": (lambda: attend(softmax_scale=INF), "softmax_scale", "inf"),
+    "C05_huge": (lambda: attend(softmax_scale=10**400), "softmax_scale", "finite"),
     "C06": (lambda: attend(softmax_scale="0.5"), "softmax_scale", "0.5"),
     "C06_sdpa": (lambda: sdpa(scale="0.5"), "scale", "0.5"),
     "C07": (lambda: attend(causal="yes"), "causal", "yes"),
@@ -148,6 +149,7 @@ BAD = {
     "C16": (lambda: attend(sinks=torch.ones(2)), "sinks", r"\(2,\)"),
     "C17": (lambda: attend(not_an_option=1), "not_an_option"),
     "C17_explain": (lambda: sartor.explain(*inputs(), not_an_option=1), "not_an_option"),
+    "C17_device": (lambda: sartor.explain(*inputs(), device="cuda"), "device", "'cuda'"),
     "C19": (lambda: sdpa(attn_mask=torch.ones(9, 13).bool(), is_causal=True), "attn_mask", "is_causal"),
     "C20": (lambda: sdpa(attn_mask=torch.ones(9, 12).bool()), "attn_mask", r"\(9, 12\)"),
     "C20_int": (lambda: sdpa(attn_mask=torch.ones(9, 13).int()), "attn_mask", "int32"),
@@ -197,6 +199,19 @@ def test_refused_after_an_equal_value(name, bad, good):
         attend(**{name: bad})
 
 
+def test_slopes_want_no_gradient():
+    """Said on every call, whatever was planned before; without autograd they may be a parameter."""
+    slopes = torch.ones(4)
+    attend(alibi_slopes=slopes)
+    with pytest.raises(NotImplementedError, match="alibi_slopes"):
+        attend(alibi_slopes=torch.nn.Parameter(slopes))
+    with torch.no_grad():
+        attend(alibi_slopes=torch.nn.Parameter(slopes))
+    q, k, v = inputs()
+    with pytest.raises(NotImplementedError, match="alibi_slopes"):
+        torch.func.jvp(lambda s: sartor.attention(q, k, v, alibi_slopes=s), (slopes,), (slopes,))
+
+
 @pytest.mark.parametrize("options", [{"causal": 1}, {"window": (3.0, 1)}, {"softmax_scale": True}])
 def test_refused_on_meta(options):
     """The operator's route says the same."""
@@ -228,6 +243,16 @@ def test_C_dropout_is_not_there():
 def test_A12():
     verify_all(*inputs(dtype=torch.float64), causal=True, through_lse=True)
     verify_all(*inputs(dtype=torch.float64, sq=13), causal=True)
+
+
+def test_A12_slopes():
+    """They are read as float64 too."""
+    q, k, v = inputs(dtype=torch.float64)
+    slopes = torch.linspace(0.1, 1, 4, dtype=torch.float64)
+    _, lse = sartor.attention(q, k, v, alibi_slopes=slopes, return_lse=True)
+    away = (torch.arange(9)[:, None] + 4 - torch.arange(13)).abs()
+    s = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 8**0.5 - slopes.view(-1, 1, 1) * away
+    assert (lse - s.logsumexp(-1)).abs().max() < 1e-14
 
 
 def test_A13():

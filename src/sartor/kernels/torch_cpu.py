@@ -2,13 +2,15 @@
 
 What it gets wrong is refused or repaired here: with a causal mask it gives NaN for scales <= 0, and it multiplies
 masked values by 0, which a NaN survives. A row whose scores are all NaN comes out 0 where a CPU's vectors are longer
-than the row. An empty problem ends the process (a division by 0). The backward knows no gradient of lse, and lets what
-is not finite reach where a mask forbids it: such calls are `blocked_backward`'s.
+than the row; of one whose scores are all -inf lse comes out 0. An empty problem ends the process (a division by 0). The
+backward knows no gradient of lse, and lets what is not finite reach where a mask forbids it: such calls are
+`blocked_backward`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -66,8 +68,13 @@ class TorchCpu:
         )
         if repair:
             out = spoiled(out, *(_seen(kind, p.group) for kind in (v.isnan(), v == torch.inf, v == -torch.inf)))
-        if not bool(lse.all()):  # as of a row of NaN scores, 0; if it is one, so is its score of the first key
-            lost = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)).isnan()
+        if not bool(lse.all()):  # as of a row of NaN or -inf scores, 0; if it is one, so is its score of the first key
+            first = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)) * p.softmax_scale
+            if bool(((first[..., 0] == -torch.inf) & (lse == 0)).any()):
+                q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+                out, lse = blocked.SPEC.run(plan, replace(x, q=q, k=k, v=v, layout="bshd"))
+                return out.transpose(1, 2) if given else out, lse if x.lse else None
+            lost = first.isnan()
             out, lse = torch.where(lost, torch.nan, out), torch.where(lost[..., 0], torch.nan, lse)
         return out if given else out.transpose(1, 2), lse.contiguous() if x.lse else None
 

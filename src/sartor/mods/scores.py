@@ -14,18 +14,18 @@ def softcap(cap: float) -> Score:
     return Score(lambda s, b, h, q, kv, aux: aux[0] * tanh(s / aux[0]), (float(cap),), "softcap")
 
 
-def alibi(slopes: torch.Tensor) -> Score:
-    """score - slope * |q + seqlen_kv - seqlen_q - kv|; slopes are float32 (heads_q,) or (batch, heads_q).
+def alibi(slopes: torch.Tensor, dtype: torch.dtype = torch.float32) -> Score:
+    """score - slope * |q + seqlen_kv - seqlen_q - kv|; slopes are (heads_q,) or (batch, heads_q), read as `dtype`.
 
     Press, Smith and Lewis 2022, with flash-attn's symmetric form for keys after the query.
     """
-    aux = (slopes_table(slopes), offset)
+    aux = (slopes_table(slopes, dtype), offset)
     return Score(lambda s, b, h, q, kv, aux: s - aux[0] * abs(q + aux[1] - kv), aux, "alibi")
 
 
-def slopes_table(slopes: torch.Tensor) -> torch.Tensor:
-    """ALiBi slopes in float32, (1 or batch, heads_q, 1, 1)."""
-    return slopes.float().view(-1 if slopes.dim() == 2 else 1, slopes.shape[-1], 1, 1)
+def slopes_table(slopes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """ALiBi slopes, (1 or batch, heads_q, 1, 1)."""
+    return slopes.to(dtype).view(-1 if slopes.dim() == 2 else 1, slopes.shape[-1], 1, 1)
 
 
 def bias(table: torch.Tensor) -> Score:
