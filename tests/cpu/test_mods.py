@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sartor import mods
+from sartor import attention, mods
+from sartor.mods import expr
 from sartor.mods.core import BIG, Program, resolve
 from sartor.mods.expr import Expr, diff, evaluate, lift
 from sartor.mods.masks import from_tensor
@@ -192,8 +198,18 @@ def test_ids_beyond_int32():
 
 
 def test_bad_arguments_are_refused():
+    keep = lambda b, h, q, kv, aux: kv <= q  # noqa: E731 - a mask
+    table = torch.zeros(4)
     for call, word in (
         (lambda: mods.Mask(3), "mask"),
+        (lambda: mods.Mask(keep, aux=[3]), "aux .*list"),
+        (lambda: mods.Mask(keep, aux=table), "aux .*Tensor"),
+        (lambda: mods.Mask(keep, aux=(1, "a")), r"aux\[1\] .*str: a"),
+        (lambda: mods.Mask(keep, rows=lambda b, h, q, aux: (0, q)), "rows .*2 values"),
+        (lambda: mods.Mask(keep, cols=lambda b, h, kv, aux: kv), "cols .*1 values"),
+        (lambda: mods.Mask(keep, rows=None), "rows .*NoneType"),
+        (lambda: mods.Mask(lambda b, h, q, kv, aux: table[q] == table[kv]), "`aux`"),
+        (lambda: mods.Mask(keep, (lambda sq, skv: sq / 2,)).materialize(1, 1, 4, 4), "integer .*float: 2.0"),
         (lambda: mods.causal("middle"), "align"),
         (lambda: mods.window(-2, 0), "left"),
         (lambda: mods.window(0, 1.5), "right"),
@@ -224,6 +240,93 @@ def test_equal_text_is_an_equal_program():
     closed = [Program.of(mods.Mask(lambda b, h, q, kv, aux, n=n: q - kv < n), None)[0] for n in (3, 4)]
     assert closed[0] != closed[1]
     assert make(3).handle != make(4).handle
+
+
+def test_functions_of_the_lengths_are_told_apart():
+    """By what they compute, not by their names: a graph and a plan find a mask by its handle."""
+
+    def sliding(n):
+        def start(sq, skv):
+            return skv - sq - n
+
+        return mods.Mask(lambda b, h, q, kv, aux: kv >= q + aux[0], (start,))
+
+    def least(n):  # Python's max compares: it can not be called on symbols
+        return partial(lambda n, sq, skv: max(n, skv - sq), n)
+
+    x = torch.randn(1, 6, 2, 8)
+    assert sliding(1).handle == sliding(1).handle
+    for make in (sliding, lambda n: mods.Mask(lambda b, h, q, kv, aux: kv <= q + aux[0], (least(n),))):
+        one, two = make(1), make(4)
+        assert one.handle != two.handle
+        for mask in (one, two):
+            keep = mask.materialize(1, 1, 6, 6)
+            assert torch.equal(attention(x, x, x, mask=mask), attention(x, x, x, mask=keep))
+
+
+def test_numbers_of_other_libraries():
+    for number, same in ((np.int64(2), 2), (np.float32(1.5), 1.5)):
+        mask = mods.Mask(lambda b, h, q, kv, aux: kv < q * aux[0], (number,))
+        assert mask.aux == (same,)
+        assert type(mask.aux[0]) is type(same)
+
+
+@pytest.mark.parametrize("b", [3, -3])
+def test_division_rounds_down_in_every_language(b):
+    """As Python's, whichever way the language rounds that a mask is told in."""
+    masks = [
+        (lambda b_, h, q, kv, aux: (q - kv) // b == 1, lambda i, j: (i - j) // b == 1),
+        (lambda b_, h, q, kv, aux: (q - kv) // aux[0] == -2, lambda i, j: (i - j) // b == -2),
+        (lambda b_, h, q, kv, aux: (q - kv) % aux[0] == b // 2, lambda i, j: (i - j) % b == b // 2),
+    ]
+    towards_zero = {"//": lambda x, y: torch.div(x, y, rounding_mode="trunc"), "%": torch.fmod}
+    for function, rule in masks:
+        mask = mods.Mask(function, (b,))
+        want = torch.tensor([[rule(i, j) for j in range(9)] for i in range(7)])
+        assert torch.equal(mask.materialize(1, 1, 7, 9)[0, 0], want)
+        at = {"q": torch.arange(7)[:, None], "kv": torch.arange(9)}
+        program = Program.of(mask, None)[0]
+        with pytest.MonkeyPatch.context() as patch:
+            for op, rounded in towards_zero.items():
+                patch.setitem(expr._FUNCTIONS, op, rounded)
+            assert torch.equal(evaluate(program.keep, at, (torch.tensor(b),)), want)
+
+
+def test_what_cannot_be_negative_is_divided_as_written():
+    blocks = mods.Mask(lambda b, h, q, kv, aux: (q + kv * 2) // 64 == mods.maximum(kv - 3, 0) % 8)
+    assert Program.of(blocks, None)[0].keep.text() == blocks.handle.split(";")[0]
+
+
+def test_not_of_what_is_a_number():
+    """`~True` is -2 in Python."""
+    x = torch.randn(1, 6, 2, 8)
+    masks = (
+        (mods.Mask(lambda b, h, q, kv, aux: (kv <= q) | ~(aux[0] == 1), (1,)), True),
+        (mods.Mask(lambda b, h, q, kv, aux: (kv <= q) & ~(aux[0] == 2), (1,)), True),
+        (~mods.Mask(lambda b, h, q, kv, aux: False), False),
+    )
+    for mask, causal in masks:
+        for kernel in ("auto", "reference"):
+            want = attention(x, x, x, causal=causal, kernel=kernel)
+            assert torch.allclose(attention(x, x, x, mask=mask, kernel=kernel), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (8, 1), (2, 8, 8), (1, 1, 8, 8)])
+def test_aux_tensors_of_every_rank(shape):
+    x, keep = torch.randn(1, 8, 2, 16), torch.rand(shape) < 0.7
+    mask = mods.Mask(lambda b, h, q, kv, aux: aux[0], (keep,))
+    for own in (mask, mask & mods.causal()):
+        want = attention(x, x, x, mask=own.materialize(1, 2, 8, 8))
+        assert torch.allclose(attention(x, x, x, mask=own), want, atol=1e-6)
+
+
+def test_a_mask_that_is_gone_keeps_no_tensor():
+    keep = torch.rand(37, 41) < 0.5
+    found = weakref.ref(keep)
+    mask = ~from_tensor(keep) & mods.causal()
+    del keep, mask
+    gc.collect()
+    assert found() is None
 
 
 def test_where_and_extremes():

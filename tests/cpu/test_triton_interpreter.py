@@ -173,6 +173,10 @@ FEATURES = {
     },
     "document_scattered": lambda: {"mask": mods.document(*(torch.arange(n)[None] % 3 for n in (70, 90)))},
     "user": lambda: {"mask": mods.Mask(lambda b, h, q, kv, aux: (q + kv * h + b) % aux[0] != 1, (3,))},
+    "user_below_0": lambda: {
+        "mask": mods.Mask(lambda b, h, q, kv, aux: ((kv - q) // 8 != -1) & ((q - kv) % aux[0] != -1), (-3,))
+    },
+    "user_not": lambda: {"mask": mods.Mask(lambda b, h, q, kv, aux: (kv <= q) | ~(aux[0] == 1), (1,))},
     "softcap": lambda: {"softcap": 2.0},
     "alibi": lambda: {"alibi_slopes": normal(2).abs(), "causal": True},
     "sinks": lambda: {"sinks": normal(2), "causal": True},

@@ -2,8 +2,8 @@
 
 A mask is a predicate `(b, h, q, kv, aux) -> bool`, True where the query attends to the key. A score is a function
 `(score, b, h, q, kv, aux) -> score`. Both are plain Python functions of operators. What they depend on besides the
-position goes through `aux`: numbers, functions of (seqlen_q, seqlen_kv), or tensors broadcastable to
-(batch, heads_q, seqlen_q, seqlen_kv), of which the function sees the value at (b, h, q, kv).
+position goes through `aux`: numbers, functions of (seqlen_q, seqlen_kv) that return an integer, or tensors
+broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), of which the function sees the value at (b, h, q, kv).
 
 What makes a mask fast is `rows`: for a query, the interval [lo, hi) outside which it attends to nothing and the
 interval [full_lo, full_hi) inside which it attends to everything. `cols` says the same for a key. A kernel turns them
@@ -13,6 +13,7 @@ never wrong.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from typing import Any
 
 import torch
 
-from sartor.mods.expr import Expr, diff, lift, maximum, minimum, where
+from sartor.checks import is_integer, real
+from sartor.mods.expr import Expr, diff, evaluate, lift, maximum, minimum, where
 
 COMPARISONS = frozenset(["<", "<=", ">", ">=", "==", "!="])
 BIG = 2**28  # beyond every position; four of them stay within int32
@@ -39,7 +41,17 @@ def resolve(value: AuxValue, seqlen_q: int, seqlen_kv: int) -> Any:
     """The aux value of one problem: functions of the lengths are called, tensors get four dims."""
     if isinstance(value, torch.Tensor):
         return four_dims(value)
-    return value(seqlen_q, seqlen_kv) if callable(value) else value
+    if not callable(value):
+        return value
+    found: Any = value(seqlen_q, seqlen_kv)
+    if isinstance(found, (int, torch.SymInt)):
+        return found
+    if not is_integer(found):
+        raise TypeError(
+            "a function among the aux values of a mask or score must return an integer for seqlen_q and seqlen_kv,"
+            f" {seqlen_q} and {seqlen_kv}, got {type(found).__name__}: {found!r}"
+        )
+    return operator.index(found)
 
 
 def pattern(value: AuxValue) -> str:
@@ -54,8 +66,56 @@ def pattern(value: AuxValue) -> str:
 def trace(fn: Callable[..., Any], names: tuple[str, ...], n_aux: int) -> Any:
     """Call `fn` on symbols: an expression, or a tuple of them."""
     aux = tuple(Expr("aux", (i,)) for i in range(n_aux))
-    result = fn(*(Expr("sym", (name,)) for name in names), aux)
+    try:
+        result = fn(*(Expr("sym", (name,)) for name in names), aux)
+    except TypeError as error:
+        if "'Expr'" not in str(error):
+            raise
+        raise TypeError(
+            f"a mask or score function must use operators only, got {error}: pass tensors through `aux`, broadcastable"
+            " to (batch, heads, seqlen_q, seqlen_kv), and use aux[i] as the value at (b, h, q, kv)"
+        ) from error
     return tuple(lift(r) for r in result) if isinstance(result, tuple) else lift(result)
+
+
+def traced(fn: Callable[..., Any], names: tuple[str, ...], aux: tuple[Any, ...]) -> Any:
+    """`trace`, in a form whose value is Python's in every language that kernels are written in."""
+    found = trace(fn, names, len(aux))
+    numbers = {f"aux[{i}]" for i, a in enumerate(aux) if not isinstance(a, torch.Tensor)}
+    return tuple(portable(e, numbers) for e in found) if isinstance(found, tuple) else portable(found, numbers)
+
+
+def portable(e: Expr, numbers: set[str]) -> Expr:
+    """The same value whether `//` and `%` round down, as in Python, or towards 0, as in Triton; and of `~` where what
+    it takes reads `numbers` alone and is a Python bool on CPUs. What cannot differ stays as it is."""
+    if e.op in ("sym", "aux", "const"):
+        return e
+    e, given = Expr(e.op, tuple(portable(a, numbers) for a in e.args)), e.args
+    if e.op == "invert" and given[0].leaves() <= numbers:
+        return e.args[0] ^ True  # type: ignore[no-any-return]
+    if e.op not in ("//", "%") or all(map(_not_negative, given)):
+        return e
+    a, b = e.args
+    rest = a % b
+    low, high = rest < 0, rest > 0
+    wrong = low if _not_negative(given[1]) else (low & (b > 0)) | (high & (b < 0))
+    right = rest + b if e.op == "%" else Expr("-", (e, lift(1)))
+    return where(wrong, right, e)  # type: ignore[no-any-return]
+
+
+def _not_negative(e: Expr) -> bool:
+    """Whether that is certain."""
+    if e.op == "const":
+        return bool(e.args[0] >= 0)
+    if e.op == "sym":
+        return bool(e.args[0] != "s")  # the others are positions
+    if e.op == "%":
+        return _not_negative(e.args[1])
+    if e.op in ("+", "*", "//", "minimum"):
+        return all(map(_not_negative, e.args))
+    if e.op == "maximum":
+        return any(map(_not_negative, e.args))
+    return e.op == "abs" or (e.op == "where" and all(map(_not_negative, e.args[1:])))
 
 
 def is_boolean(e: Any, aux: tuple[AuxValue, ...]) -> bool:
@@ -71,6 +131,27 @@ def is_boolean(e: Any, aux: tuple[AuxValue, ...]) -> bool:
     if e.op == "where":
         return all(is_boolean(a, aux) for a in e.args[1:])
     return e.op in COMPARISONS
+
+
+def _text_of(function: Callable[[int, int], int]) -> str:
+    """What it computes of the lengths. Where it cannot be called on symbols, its address: its mask is kept with it."""
+    try:
+        return lift(function(*(Expr("sym", (name,)) for name in ("seqlen_q", "seqlen_kv")))).text()  # type: ignore[arg-type]
+    except Exception:
+        return f"function {id(function)}"
+
+
+def aux_value(i: int, value: Any) -> AuxValue:
+    """One aux value, numbers of other libraries as Python's."""
+    if type(value) in (bool, int, float) or isinstance(value, torch.Tensor) or callable(value):
+        return value  # type: ignore[no-any-return]
+    try:
+        return operator.index(value) if is_integer(value) else real(f"aux[{i}]", value)
+    except TypeError:
+        raise TypeError(
+            f"aux[{i}] must be a number, a tensor or a function of (seqlen_q, seqlen_kv), got"
+            f" {type(value).__name__}: {str(value)[:60]}"
+        ) from None
 
 
 def _everywhere(b: Any, h: Any, position: Any, aux: Any) -> tuple[int, int, int, int]:
@@ -97,6 +178,12 @@ class Mask:
     def __post_init__(self) -> None:
         if not callable(self.keep):
             raise TypeError(f"mask must be a function (b, h, q, kv, aux) -> bool, got {type(self.keep).__name__}")
+        for name, fn in (("rows", self.rows), ("cols", self.cols)):
+            if not callable(fn):
+                raise TypeError(f"{name} must be a function of positions and aux, got {type(fn).__name__}")
+        if not isinstance(self.aux, tuple):
+            raise TypeError(f"aux must be a tuple of numbers, functions or tensors, got {type(self.aux).__name__}")
+        object.__setattr__(self, "aux", tuple(aux_value(i, a) for i, a in enumerate(self.aux)))
         if torch.compiler.is_dynamo_compiling():  # a graph finds a mask by a handle that is there before it runs
             raise RuntimeError("mask must be made outside of what torch.compile compiles, and closed over or passed in")
         object.__setattr__(self, "handle", self._describe())
@@ -131,20 +218,25 @@ class Mask:
                 f" aux, or these combined by `&`, `|`, `~`, got {found}"
             )
         texts = [keep.text()]
-        texts += [e.text() for e in trace(self.rows, ("b", "h", "q"), n)]
-        texts += [e.text() for e in trace(self.cols, ("b", "h", "kv"), n)]
+        for name, fn, position in (("rows", self.rows, "q"), ("cols", self.cols, "kv")):
+            span = trace(fn, ("b", "h", position), n)
+            if not isinstance(span, tuple) or len(span) != 4:
+                count = len(span) if isinstance(span, tuple) else 1
+                raise TypeError(f"{name} must return (lo, hi, full_lo, full_hi), got {count} values")
+            texts += [e.text() for e in span]
         for a in self.aux:
             if isinstance(a, torch.Tensor):
                 texts.append(f"{a.dtype}{list(a.shape)}")
             else:
-                texts.append(f"{a.__module__}.{a.__qualname__}" if callable(a) else repr(a))
+                texts.append(_text_of(a) if callable(a) else repr(a))
         return "; ".join(texts)
 
     def materialize(self, batch: int, heads: int, seqlen_q: int, seqlen_kv: int, device: Any = None) -> torch.Tensor:
         """Bool (batch, heads, seqlen_q, seqlen_kv): the whole mask, for tests, plots and the reference."""
         b, h, q, kv = index_tensors(batch, heads, seqlen_q, seqlen_kv, device)
         aux = tuple(resolve(a, seqlen_q, seqlen_kv) for a in self.aux)
-        keep = torch.as_tensor(self.keep(b, h, q, kv, aux), device=device)
+        found = traced(self.keep, ("b", "h", "q", "kv"), aux)
+        keep = torch.as_tensor(evaluate(found, {"b": b, "h": h, "q": q, "kv": kv}, aux), device=device)
         return keep.to(torch.bool).expand(batch, heads, seqlen_q, seqlen_kv)
 
     def __and__(self, other: Mask) -> Mask:
@@ -164,10 +256,16 @@ class Mask:
         return _combine(self, other, lambda x, y: x | y, hull, "|")
 
     def __invert__(self) -> Mask:
-        return Mask(lambda b, h, q, kv, aux: ~self.keep(b, h, q, kv, aux), self.aux, name=f"~{self.name}")
+        inner = self.keep  # and not `self`, with its tensors: a template keeps the function
+
+        def keep(*position: Any) -> Any:
+            found = inner(*position)
+            return not found if isinstance(found, bool) else ~found
+
+        return Mask(keep, self.aux, name=f"~{self.name}")
 
 
-_TEMPLATES: dict[str, Mask] = {}  # by handle; over meta tensors, so that none is kept alive
+_TEMPLATES: dict[str, Mask] = {}  # by handle, for good; over meta tensors, so that none is kept alive
 
 
 def lookup(handle: str, tensors: list[torch.Tensor]) -> Mask:
@@ -258,12 +356,12 @@ class Program:
         n = len(mask.aux) if mask else 0
         parts: dict[str, Any] = {}
         if mask:
-            parts["keep"] = trace(mask.keep, ("b", "h", "q", "kv"), n)
-            parts["rows"] = trace(mask.rows, ("b", "h", "q"), n)
-            parts["cols"] = trace(mask.cols, ("b", "h", "kv"), n)
+            parts["keep"] = traced(mask.keep, ("b", "h", "q", "kv"), mask.aux)
+            parts["rows"] = traced(mask.rows, ("b", "h", "q"), mask.aux)
+            parts["cols"] = traced(mask.cols, ("b", "h", "kv"), mask.aux)
         if score:
             shifted = lambda *a: score.fn(*a[:-1], a[-1][n:])  # noqa: E731 - one use
-            parts["score"] = trace(shifted, ("s", "b", "h", "q", "kv"), len(values))
+            parts["score"] = traced(shifted, ("s", "b", "h", "q", "kv"), values)
             parts["dscore"] = diff(parts["score"], "s")
         aux = tuple(Aux(pattern(v), str(v.dtype) if isinstance(v, torch.Tensor) else "") for v in values)
         return cls(aux, **parts), values

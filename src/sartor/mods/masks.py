@@ -47,7 +47,10 @@ def window(left: int | None, right: int | None, align: Align = "bottom_right") -
 
 
 def prefix(length: int | torch.Tensor) -> Mask:
-    """Every query attends to the first `length` keys: an int, or one per batch item, int (batch,)."""
+    """Every query attends to the first `length` keys: an int, or one per batch item, int (batch,).
+
+    A length that changes from call to call, as in decoding, goes in a tensor: each int is planned anew.
+    """
     if isinstance(length, torch.Tensor):
         _check_integers("length", length, "(batch,)", (0, 1))
         size: Any = length.view(-1, 1, 1, 1)
