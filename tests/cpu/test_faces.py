@@ -22,6 +22,7 @@ SHAPES = {
     "rank3": ((3, 5, 8), (3, 7, 8), (3, 7, 8), {}),
     "rank5": ((2, 2, 3, 5, 8), (2, 2, 3, 7, 8), (2, 2, 3, 7, 8), {}),
     "gqa": ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), {"enable_gqa": True}),
+    "gqa_rank3": ((4, 5, 8), (2, 7, 8), (2, 7, 8), {"enable_gqa": True, "attn_mask": normal(4, 5, 7) > -0.5}),
     "broadcast": ((2, 4, 5, 8), (2, 1, 7, 8), (1, 4, 7, 8), {}),
     "broadcast_rank": ((2, 3, 5, 8), (3, 7, 8), (2, 3, 7, 4), {}),
     "causal": ((2, 3, 7, 8), (2, 3, 7, 8), (2, 3, 7, 8), {"is_causal": True}),
@@ -147,6 +148,8 @@ def test_packed():
         (lambda q, k, v: sartor.scaled_dot_product_attention([1], k, v), r"query .*list"),
         (lambda q, k, v: sartor.scaled_dot_product_attention(q, k[0, 0, 0], v), r"key .*1: \(8,\)"),
         (lambda q, k, v: sartor.scaled_dot_product_attention(q, q, q, scale=float("nan")), r"scale .*nan"),
+        (lambda q, k, v: sartor.scaled_dot_product_attention(q, q, q, mask=None), "argument 'mask'"),
+        (lambda q, k, v: sartor.flash_attn_func(q, k, v, window=(1, 1)), "argument 'window'"),
     ],
 )
 def test_errors_in_the_words_of_the_face(call, words):

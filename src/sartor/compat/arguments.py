@@ -23,6 +23,8 @@ def named(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]
             try:
                 return face(*args, **kwargs)
             except (TypeError, ValueError) as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is None:  # Python's own, of this call
+                    raise
                 text = word.sub(lambda found: names[found.group()], str(error))
                 raise type(error)(text) from None
 

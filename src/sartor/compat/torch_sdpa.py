@@ -49,6 +49,10 @@ def scaled_dot_product_attention(
         dense(name, t)
         if t.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dims (..., seqlen, dim), got {t.dim()}: {tuple(t.shape)}")
+    if enable_gqa and query.dim() == key.dim() == value.dim() == 3:  # its third dim from the end are heads, here too
+        return scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask, is_causal=is_causal, scale=scale, enable_gqa=True
+        )[0]
     lead, q, k, v = _rank4(query, key, value, enable_gqa)
     out = attention(
         q, k, v, layout="bhsd", causal="top_left" if is_causal else False, softmax_scale=scale,
@@ -61,6 +65,8 @@ def scaled_dot_product_attention(
 def _rank4(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> tuple[torch.Size, Tensor, Tensor, Tensor]:
     """The leading dims of the result, and views of rank 4."""
     leads = [t.shape[:-2] for t in (query, key, value)]
+    if len(leads[0]) == 2 and leads[0] == leads[1] == leads[2]:
+        return leads[0], query, key, value
     heads = [lead[-1] if len(lead) > 1 else 1 for lead in leads]
     if not gqa and len(set(heads) - {1}) > 1:
         raise ValueError(f"enable_gqa must be True for heads of query, key and value that differ, got heads {heads}")
