@@ -98,7 +98,7 @@ def bench(
     dtype: Annotated[str, typer.Option(help="ad hoc: bfloat16,float32")] = "",
     mask: Annotated[str, typer.Option(help="ad hoc: full,causal,window1024, ...")] = "",
     causal: Annotated[str, typer.Option(help="ad hoc: yes, no or both; short for --mask")] = "",
-    rounds: Annotated[int, typer.Option(help="turns of each provider; by default the suite's, or 10")] = 0,
+    rounds: Annotated[int, typer.Option(help="turns of each provider; by default the suite's, or 10, in 6 s")] = 0,
     turn_ms: Annotated[float | None, typer.Option(help="what counts of a turn; 40 on a GPU, 5 on a CPU")] = None,
     lead_ms: Annotated[float | None, typer.Option(help="what goes before it; 80 on a GPU, 0 on a CPU")] = None,
     max_seconds: Annotated[float, typer.Option(help="start no further workload after this")] = float("inf"),
@@ -122,7 +122,8 @@ def bench(
         chosen = adhoc.suite(suite, quick, where, batch, {k: v for k, v in flags.items() if v})
         chosen = adhoc.narrow(chosen, providers, modes)
         target = results_folder() if record else out
-        budget = Budget(rounds or chosen.rounds, turn_ms, chosen.lead_ms if lead_ms is None else lead_ms)
+        lead = chosen.lead_ms if lead_ms is None else lead_ms
+        budget = Budget(rounds, turn_ms, lead, max_s=float("inf")) if rounds else Budget(chosen.rounds, turn_ms, lead)
         _bench(chosen, where, budget, (check, plot, record), target, max_seconds)
 
 
@@ -149,11 +150,15 @@ def plot(
     record: Annotated[bool, typer.Option("--record", help="read and write benchmarks/results")] = False,
 ) -> None:
     """Draw a suite's plots from its latest records."""
-    from sartor.lab import records, suites, views
+    from sartor.lab import adhoc, records, suites, views
 
     with friendly():
         file = records.newest(results_folder() if record else out, suite, device)
-        for path in views.draw(records.latest(records.read(file)), suites.load(suite), file.parent):
+        chosen = adhoc.EMPTY if suite == adhoc.EMPTY.name else suites.load(suite)
+        files = views.draw(records.latest(records.read(file)), chosen, file.parent)
+        if not files:
+            raise ValueError(f"suite {suite} asks for no plot, or its records have nothing to draw")
+        for path in files:
             typer.echo(str(path))
 
 
@@ -180,9 +185,9 @@ def report(
 @app.command()
 def tune(
     out: Annotated[Path, typer.Option(help="table to write or update")] = Path("sm.jsonl"),
-    dims: Annotated[str, typer.Option(help="comma-separated; by default all that have a row")] = "",
+    dims: Annotated[str, typer.Option(help="comma-separated; by default multiples of 16 or 32 from 16 to 256")] = "",
     dtypes: str = "bfloat16",
-    kernels: Annotated[str, typer.Option(help="comma-separated kernels; by default all that have tiles")] = "",
+    kernels: Annotated[str, typer.Option(help="comma-separated kernels; by default all that can be tuned")] = "",
     workers: Annotated[int, typer.Option(help="processes that compile")] = 8,
 ) -> None:
     """Time the legal tiles of the GPU kernels on this GPU and write the fastest into a tuning table."""
@@ -244,6 +249,8 @@ def refresh(
             raise ValueError(f"--device goes with --list, got {device!r}: refresh measures on the GPU that is here")
         if here.type == "cpu" and not device:
             raise ValueError("refresh needs an NVIDIA GPU; with --list --device h200 it names what is to be run there")
+        if device == "cpu":
+            raise ValueError("--device must be a GPU's folder, got 'cpu': its records are made anew by bench --quick")
         folder = results_folder() / (device or Device.of(here).key)
         if device and not folder.is_dir():
             raise ValueError(f"--device must be a folder of {folder.parent.name}, got {device!r}")

@@ -53,7 +53,14 @@ def test_version() -> None:
         (("explain", "--device", "sm²"), "got 'sm²'"),
         (("explain", "--batch", "-1"), "batch must be a positive number, got -1"),
         (("ladder", "run", "1", "--n", "0"), "seqlen_q must be a positive number, got 0"),
-        (("ladder", "show", "1", "--sass", "--arch", "5"), "rung 01 for sm_5"),
+        (("ladder", "show", "1", "--sass", "--arch", "5"), "rung 01 needs sm_"),
+        (("ladder", "show", "4", "--sass", "--dim", "3"), "takes head dims 32, 64"),
+        (("bench", "--mask", "full", "--causal", "yes"), "--causal is short for --mask"),
+        (("bench", "--quick", "--modes", "decode"), "got 'decode'"),
+        (("bench", "--dim", "16", "--providers", "sartor:foo"), "got 'sartor:foo'"),
+        (("explain", "--seqlen", "64/256", "--mask", "document5"), "got 64 and 256"),
+        (("refresh", "--list", "--device", "cpu"), "got 'cpu'"),
+        (("plot", "masks", "--record"), "suite masks asks for no plot"),
         (("ladder", "show", "16", "--sass", "--arch", "95"), "got 95"),
         (("report", "nowhere.md"), "nowhere.md"),
         (("tune", "--dims", "a"), "--dims must be a positive number"),
@@ -137,7 +144,9 @@ def test_bench_writes_records_and_prints_the_command_again(tmp_path: Path) -> No
     output = invoke("bench", *flags, "--device", "cpu", "--providers", "sartor,sdpa", "--out", str(tmp_path))
     assert "vs sdpa" in output
     assert len((tmp_path / "cpu" / "adhoc.jsonl").read_text().splitlines()) == 2 + 4 * 2
-    assert (tmp_path / "cpu" / "adhoc-fwd-float32.png").is_file()
+    drawn = tmp_path / "cpu" / "adhoc-fwd-float32.png"
+    assert drawn.is_file()
+    assert invoke("plot", "adhoc", "--out", str(tmp_path)).split() == [str(drawn)]
 
 
 def test_plot_draws_the_newest_records_of_a_suite(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from sartor.device import ARCHITECTURES
 from sartor.lab import (
     ablation,
     accuracy,
+    climb,
     fresh,
+    ladder,
     plots,
     providers,
     records,
@@ -393,3 +395,19 @@ def test_plots_are_drawn_from_records(tmp_path: Path) -> None:
         "tiny-latency.png", "tiny-memory.png", "tiny-tflops.png", "tiny-fwd-float32.png"
     ]  # fmt: skip
     assert all(f.read_bytes().startswith(b"\x89PNG") for f in files)
+
+
+def test_every_commit_of_a_table_is_named() -> None:
+    rows = [record(), record(), record()]
+    for r, commit, dirty in zip(rows, ("a" * 40, "b" * 40, "a" * 40), (False, True, False), strict=True):
+        r.commit, r.dirty = commit, dirty
+    assert "commit aaaaaaaaaa and bbbbbbbbbb with changes;" in report.provenance(rows, rows)
+
+
+def test_a_rung_of_other_sources_is_called_unverified() -> None:
+    rungs = [ladder.find("01"), ladder.find("02")]
+    rows = [record(provider=rung.provider, kernel_hash=rung.source_hash()) for rung in rungs]
+    assert climb.outdated(rows) == []
+    rows[1].kernel_hash = "0" * 16
+    (said,) = climb.outdated([*rows, record()])
+    assert said.endswith(": rung:02.")

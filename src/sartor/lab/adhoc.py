@@ -13,6 +13,7 @@ from sartor.lab import providers, roofline, suites
 from sartor.lab.suites import Suite
 from sartor.lab.workloads import MODES, Inputs, Workload
 
+EMPTY = Suite("adhoc", "from the command line", "", (), ("grid",))
 MASKS = {"yes": "causal", "no": "full", "both": "full,causal"}
 
 
@@ -47,6 +48,8 @@ def _adhoc(device: torch.device, batch: int, flags: dict[str, str]) -> Suite:
     gpu = device.type == "cuda"
     texts = {"dim": "128" if gpu else "64", "seqlen": "4k" if gpu else "1k", "dtype": "bfloat16" if gpu else "float32"}
     texts |= flags
+    if "mask" in flags and "causal" in flags:
+        raise ValueError("--causal is short for --mask: give one of them, as in --mask causal+document8")
     masks = texts.get("mask") or MASKS.get(texts.get("causal", "no"))
     if masks is None:
         raise ValueError(f"--causal must be yes, no or both, got {texts['causal']!r}")
@@ -59,7 +62,7 @@ def _adhoc(device: torch.device, batch: int, flags: dict[str, str]) -> Suite:
                 for sq, skv in (pair(t, "seqlen") for t in texts["seqlen"].split(",")):
                     b = batch or max(1, (16384 if gpu else 1024) // max(sq, 256))
                     cases.append((Workload(b, hq, hkv, sq, skv, d, dv, dtype, mask), who))
-    return Suite("adhoc", "from the command line", who[1], tuple(cases), ("grid",))
+    return replace(EMPTY, baseline=who[1], cases=tuple(cases))
 
 
 def narrow(chosen: Suite, who: str, modes: str) -> Suite:
@@ -74,7 +77,11 @@ def narrow(chosen: Suite, who: str, modes: str) -> Suite:
     if chosen.name == "adhoc" and wanted:
         cases = tuple((replace(w, mode=m), p) for m in wanted for w, p in chosen.cases)
         chosen = replace(chosen, cases=cases)
-    return chosen.narrowed(names, wanted)
+    narrowed = chosen.narrowed(names, wanted)
+    if not narrowed.cases:
+        have = ", ".join(dict.fromkeys(w.mode for w, _ in chosen.cases))
+        raise ValueError(f"--modes must be among those of the suite {chosen.name}, {have}, got {modes!r}")
+    return narrowed
 
 
 def walk(batch: int, sizes: tuple[str, str, str], dtype: str, mask: str, kernel: str, device: str) -> Any:

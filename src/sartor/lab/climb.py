@@ -48,6 +48,12 @@ def tables(records: list[Record]) -> list[Table]:
     return [_table(rows, records) for _, rows in found if rows]
 
 
+def outdated(records: list[Record]) -> list[str]:
+    """A sentence on the rungs that were measured from other sources than they have, if there are any."""
+    old = {r.provider for r in records if _number(r) and r.kernel_hash != ladder.find(_number(r)).source_hash()}
+    return [f"Unverified, as measured from other sources than today's: {', '.join(sorted(old))}."] if old else []
+
+
 def sweep(name: str, records: list[Record]) -> Table:
     """Time and rate by length, and the share of SDPA's rate."""
     pivot = Pivot.of([r for r in _measured(records) if SWEEPS[name](r)])

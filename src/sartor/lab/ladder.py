@@ -82,17 +82,27 @@ def resources(shown: tuple[Rung, ...], arch: int = 90) -> Table:
             try:
                 figures = _figures(build(rung, workload(rung, (8, 8, 4096), dim), arch))
             except REFUSALS as error:
-                figures = [str(error).splitlines()[-1].strip(), *[NONE] * 4]
+                figures = [_reason(error), *[NONE] * 4]
             made.rows.append([rung.number, str(dim), *figures])
     return made
 
 
 def sass(rung: Rung, w: Workload, arch: int) -> str:
     """Machine code of a rung for a problem. Raises ValueError where there is none."""
+    if w.dim not in rung.dims:
+        raise ValueError(f"rung {rung.number} takes head dims {', '.join(map(str, rung.dims))}, got {w.dim}")
+    if arch < rung.arch:
+        raise ValueError(f"rung {rung.number} needs sm_{rung.arch}, got sm_{arch}")
     try:
         return build(rung, w, arch).sass()
     except REFUSALS as error:
-        raise ValueError(f"rung {rung.number} for sm_{arch}: {str(error).splitlines()[-1].strip()}") from None
+        raise ValueError(f"rung {rung.number} for sm_{arch}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """The line that says why: the first that speaks of an error, or the last. NVRTC's log ends with a NUL."""
+    lines = [line.strip() for line in str(error).replace("\0", "").splitlines() if line.strip()] or [repr(error)]
+    return next((line for line in lines if "error" in line), lines[-1])
 
 
 def _figures(made: Build) -> list[str]:

@@ -155,7 +155,11 @@ def profile(
         if why:
             console.print(f"No counters: {why}. What is known without running:", highlight=False)
             shown = [rungs.find(name.removeprefix("rung:")) for name in names if name.startswith("rung:")]
-            console.print(rungs.resources(tuple(shown)).rich())
+            if shown:
+                console.print(rungs.resources(tuple(shown)).rich())
+            others = ", ".join(name for name in names if not name.startswith("rung:"))
+            if others:
+                console.print(f"of {others} nothing; `sartor explain --device sm90` tells their tiles", highlight=False)
             return
         run = Run.start(profiles.SUITE, torch.device("cuda"))
         found = profiles.measure([(name, profiles.workload(name)) for name in names], run)

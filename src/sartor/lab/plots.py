@@ -92,7 +92,7 @@ def _curves(
     for i, (axis, ((mode, dtype, mask, b, h, d, _), found)) in enumerate(zip(axes.flat, panels.items(), strict=False)):
         _curve_panel(axis, found, key, slopes)
         axis.set_title(f"{_mode(mode)}, {mask}, {dtype}\nB={b} H={h} D={d}")
-        axis.set_xlabel("sequence length")
+        axis.set_xlabel("sequence length" if all(r.seqlen_q == r.seqlen_kv for r in found) else "keys")
         if i % columns == 0:
             axis.set_ylabel(label)
     return [save(figure, folder, f"{records[-1].suite}-{name}", records)]

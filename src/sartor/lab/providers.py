@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sartor
+from sartor import kernels
 from sartor.device import Device
 from sartor.errors import Unsupported
 from sartor.lab import ablation, ladder
@@ -61,7 +62,11 @@ def names() -> list[str]:
 def get(name: str) -> Provider:
     """The provider called `name`; ValueError lists the known ones."""
     if name.startswith("sartor:"):
-        return Provider(name, _sartor(name.removeprefix("sartor:")), lambda w, device: "")
+        kernel = name.removeprefix("sartor:")
+        known = ("auto", *kernels.families(), *kernels.FORWARD)
+        if kernel not in known:
+            raise ValueError(f"provider sartor:KERNEL must name one of {', '.join(known)}, got {name!r}")
+        return Provider(name, _sartor(kernel), lambda w, device: "")
     if name.startswith(f"{ablation.FAMILY}:"):
         change = name.removeprefix(f"{ablation.FAMILY}:")
         ablation.changed(change)  # there is one of that name

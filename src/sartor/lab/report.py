@@ -75,7 +75,8 @@ def render(name: str, results: Path) -> str:
     """The text of a marker `DEVICE/SUITE/VIEW`; the ladder's views are `climb`, its sweeps, and a rung's number."""
     device, suite, view = _parse(name)
     found = store.latest(store.read(results / device / f"{suite}.jsonl"))
-    chosen = [r for r in found if r.mode != CEILINGS and (view not in MODES or r.mode == view)]
+    mode = "fwd" if view == "visited" else view
+    chosen = [r for r in found if r.mode != CEILINGS and (mode not in MODES or r.mode == mode)]
     if not chosen:
         return "No record yet.\n"
     if suite == "ladder":
@@ -83,7 +84,8 @@ def render(name: str, results: Path) -> str:
         parts = [table.markdown() for table in climb.view(view, found, counted) if table.rows]
         if not parts:
             return "No record yet.\n"
-        return "\n\n".join([*parts, provenance(chosen, found)] if view == "climb" else parts) + "\n"
+        notes = climb.outdated([*chosen, *counted])
+        return "\n\n".join([*parts, *notes, provenance(chosen, found)] if view == "climb" else parts) + "\n"
     evidence = Evidence.load(results / device)
     ours = [evidence.covers(r) for r in chosen if r.provider == "sartor"]
     none = bool(ours) and not any(ours)  # then it is said once, not in each cell
@@ -106,7 +108,7 @@ def _table(view: str, suite: str, chosen: list[Record], verified: tables.Verifie
         "memory": lambda: tables.memory(chosen),
         "accuracy": lambda: tables.accuracy(chosen),
         "errors": lambda: tables.errors(chosen, baseline),
-        "visited": lambda: tables.visited([r for r in chosen if r.mode == "fwd"], baseline),
+        "visited": lambda: tables.visited(chosen, baseline),
         "changes": lambda: tables.changes(chosen, words),
         "host": lambda: tables.host(chosen),
     }
@@ -146,7 +148,8 @@ def provenance(chosen: list[Record], everything: list[Record]) -> str:
     words += [f"SM clock {min(clocks):.0f}-{max(clocks):.0f} MHz"] if clocks else []
     words += [f"{x.dtype} matrix product {x.tflops:.3g} TFLOP/s" for x in peaks if x.tflops]
     words += [f"copy {x.gbps:.0f} GB/s" for x in peaks if x.gbps]
-    words += [f"commit {r.commit[:10]}{' with changes' if r.dirty else ''}"] if r.commit else []
+    commits = dict.fromkeys(f"{x.commit[:10]}{' with changes' if x.dirty else ''}" for x in chosen if x.commit)
+    words += [f"commit {' and '.join(commits)}"] if commits else []
     return ", ".join(words) + f"; run {', '.join(dict.fromkeys(x.run_id for x in chosen))}."
 
 

@@ -115,7 +115,9 @@ class Workload:
                 raise ValueError(f"{size} must be a positive number, got {getattr(self, size)}")
         if self.heads_q % self.heads_kv:
             raise ValueError(f"heads_q must be a multiple of heads_kv, got {self.heads_q} and {self.heads_kv}")
-        _ = self.pattern
+        if self.pattern.document and self.seqlen_q != self.seqlen_kv:
+            lengths = f"{self.seqlen_q} and {self.seqlen_kv}"
+            raise ValueError(f"mask documentN needs as many queries as keys, got {lengths} with {self.mask!r}")
 
     @cached_property
     def pattern(self) -> Pattern:
