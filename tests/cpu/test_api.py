@@ -20,7 +20,7 @@ from sartor.kernels import blocked
 from sartor.kernels.blocked import BACKWARD_SPEC
 from sartor.mods import core
 from sartor.mods.core import resolve
-from sartor.problem import Call
+from sartor.problem import Call, Problem
 
 
 def inputs(sq=9, skv=13, dtype=torch.float32, **rest):
@@ -83,6 +83,14 @@ def test_why_not_torch(options, change, reason):
         sartor.attention(q, k, v, kernel="torch", **options)
     assert isinstance(caught.value, NotImplementedError)
     assert "torch_cpu cannot because" in str(caught.value)
+
+
+def test_a_window_without_a_left_end_is_a_band():
+    """As a causal mask is: its rows begin with the first key, and kernels are cut to that."""
+    x = torch.empty(1, 300, 4, 64, dtype=torch.bfloat16, device="meta")
+    kinds = {problem.mask_class(Problem.of(Call(x, x, x, window=(left, 5)))) for left in (None, -1)}
+    assert kinds == {"band"}
+    assert problem.mask_class(Problem.of(Call(x, x, x, window=(299, 5)))) == "window"
 
 
 def test_kernel_by_its_own_name():

@@ -162,6 +162,8 @@ FEATURES = {
     "causal": lambda: {"causal": True},
     "top_left": lambda: {"causal": "top_left"},
     "window": lambda: {"window": (20, 7)},
+    "window_left_open": lambda: {"window": (None, 7)},
+    "window_right_open": lambda: {"window": (20, -1)},
     "window_of_one": lambda: {"window": (0, 0)},
     "window_top_left": lambda: {"causal": "top_left", "window": (33, None)},
     "mask": lambda: {"mask": normal(70, 90) > -0.5},

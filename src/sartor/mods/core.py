@@ -295,12 +295,14 @@ def _combine(x: Mask, y: Mask, keep: Callable[..., Any], span: Callable[..., Any
 
 
 def interval(rows: Callable[..., Any], cols: Callable[..., Any], aux: tuple[AuxValue, ...], name: str) -> Mask:
-    """A mask in which each query attends to exactly the keys [lo, hi) that `rows` gives, `cols` being its inverse."""
+    """A mask in which each query attends to exactly the keys [lo, hi) that `rows` gives, `cols` being its inverse; an
+    end that is None is unbounded."""
 
     def keep(b: Any, h: Any, q: Any, kv: Any, aux: Any) -> Any:
         lo, hi = rows(b, h, q, aux)
-        inside = kv < hi
-        return inside if lo is None else (kv >= lo) & inside
+        if hi is None:
+            return True if lo is None else kv >= lo
+        return kv < hi if lo is None else (kv >= lo) & (kv < hi)
 
     def twice(f: Callable[..., Any]) -> Callable[..., Any]:
         def spans(b: Any, h: Any, position: Any, aux: Any) -> Any:
