@@ -16,6 +16,7 @@ from sartor.mods.core import Mask, Program, Score, four_dims, resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DIM = 512
+LEAST, LARGEST = 2.0**-149, 2.0**127  # of a factor in float32, with room for log2(e) beside it
 PRECISIONS = ("ieee", "tf32")
 ALIGNMENTS = ("bottom_right", "top_left")
 Template = tuple[int | float | None, ...]  # the aux values of equal calls: numbers, and None for a tensor of the call
@@ -154,7 +155,7 @@ class Problem:
         dense = {"q": call.q, "k": call.k, "v": call.v}
         problem = cls(
             b, hq, hkv, sq, skv, d, dv, call.q.dtype, call.out_dtype or call.q.dtype, call.q.device.type,
-            default_scale(d) if call.softmax_scale is None else float(call.softmax_scale),
+            _scale(call),
             program, mask.name if mask else "full", score.name if score else "", call.sinks is not None,
             None if call.bias is None or not call.bias_gradient else tuple(four_dims(call.bias).shape),
             call.bits_repeat, call.precision, call.kernel,
@@ -214,6 +215,13 @@ def _rows_on_16_bytes(t: torch.Tensor) -> bool:
     plain = type(t) in (torch.Tensor, torch.nn.Parameter)  # others, fake ones among them, may have no address
     address = t.data_ptr() if plain else int(t.storage_offset()) * size
     return address % 16 == 0 and all(t.stride(i) * size % 16 == 0 for i in range(3) if t.shape[i] > 1)
+
+
+def _scale(call: Call) -> float:
+    """The factor of q k^T; 0 where float32 has nothing as small."""
+    if call.softmax_scale is None:
+        return default_scale(call.q.shape[3])
+    return 0.0 if abs(call.softmax_scale) < LEAST and call.q.dtype != torch.float64 else call.softmax_scale
 
 
 def default_scale(dim: int) -> float:
@@ -324,8 +332,14 @@ def _check_options(call: Call) -> None:
     for name, value in (("softmax_scale", call.softmax_scale), ("softcap", call.softcap)):
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")
+        if value is not None and abs(value) > LARGEST and call.q.dtype != torch.float64:
+            raise ValueError(f"{name} must be at most {LARGEST:.3g}, as kernels compute in float32, got {value}")
     if call.softcap < 0:
         raise ValueError(f"softcap must be >= 0 (0 is off), got {call.softcap}")
+    if 0 < call.softcap < LEAST and call.q.dtype != torch.float64:
+        raise ValueError(
+            f"softcap must be 0 (off) or at least {LEAST:.3g}, as kernels compute in float32, got {call.softcap}"
+        )
     wider = call.q.dtype if call.q.dtype == torch.float64 else torch.float32
     allowed = tuple(dict.fromkeys((None, call.q.dtype, wider)))
     if call.out_dtype not in allowed:

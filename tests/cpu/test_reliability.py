@@ -126,6 +126,9 @@ BAD = {
     "C03_sdpa": (lambda: sdpa(dropout_p="x"), "dropout_p", "x"),
     "C04": (lambda: attend(softmax_scale=NAN), "softmax_scale", "nan"),
     "C05": (lambda: attend(softmax_scale=INF), "softmax_scale", "inf"),
+    "C05_large": (lambda: attend(softmax_scale=-3e38), "softmax_scale", r"1\.7e\+38", "-3e"),
+    "C11_small": (lambda: attend(softcap=1e-46), "softcap", "1e-46"),
+    "C11_large": (lambda: attend(softcap=1e39), "softcap", r"1e\+39"),
     "C05_huge": (lambda: attend(softmax_scale=10**400), "softmax_scale", "finite"),
     "C06": (lambda: attend(softmax_scale="0.5"), "softmax_scale", "0.5"),
     "C06_sdpa": (lambda: sdpa(scale="0.5"), "scale", "0.5"),
@@ -197,6 +200,14 @@ def test_refused_after_an_equal_value(name, bad, good):
     attend(**{name: good})
     with pytest.raises((TypeError, ValueError), match=name):
         attend(**{name: bad})
+
+
+def test_a_scale_too_small_for_float32_is_0():
+    tiny, none = (forward_and_gradients(*inputs(), softmax_scale=scale) for scale in (1e-46, 0))
+    assert equal(tiny, none)
+    q, k, v = inputs(dtype=torch.float64)
+    want = sartor.attention(q, k, v, softmax_scale=1.0)
+    testing.check(sartor.attention(q * 1e30, k * 1e16, v, softmax_scale=1e-46), want, want)
 
 
 def test_slopes_want_no_gradient():
