@@ -57,8 +57,9 @@ def attention(
             -1 is unbounded.
         softmax_scale: factor of q k^T; 1 / sqrt(dim) by default. May be 0 or negative.
         softcap: with c > 0, scores become c * tanh(score / c).
-        bias: float tensor broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), added to the scores; differentiable,
-            at the price of one more kernel and of its size in float32, which are spared where it requires no gradient.
+        bias: float tensor broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), added to the scores; float64 is added
+            as float32 where inputs are not float64. Differentiable, at the price of one more kernel and of its size in
+            float32, which are spared where it requires no gradient.
         mask: bool tensor broadcastable to the same, True = attend; or a `sartor.mods.Mask`.
         alibi_slopes: (heads_q,) or (batch, heads_q), float32 (float64 is read so beside float64 inputs only): scores
             lose slope * |i + seqlen_kv - seqlen_q - j|. Not differentiable: refused where autograd would follow it.

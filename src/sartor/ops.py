@@ -6,7 +6,7 @@ needs to see an operator (torch.compile, FakeTensor, FLOP counting, functorch) g
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class Prepared:
     forward: Plan
     template: Template
     any_layout: bool  # whether the forward kernel takes and gives layout bhsd too
-    backward: Plan | None = None
+    backwards: dict[bool, Plan] = field(default_factory=dict)  # by whether results must have the same bits every time
 
     def operands(self, call: Call, lse: bool = True) -> Operands:
         """The data of one call, dense in the last dim, in a layout that the forward kernel takes."""
@@ -46,10 +46,12 @@ class Prepared:
         return Operands(q, k, v, sinks, aux_values(call, self.template), layout, lse)
 
     def backward_plan(self) -> Plan:
-        """Chosen at the first backward."""
-        if self.backward is None:
-            self.backward = own(choose_backward(self.problem, self.device))
-        return self.backward
+        """Chosen at the first backward; PyTorch may have been told to be deterministic since the forward."""
+        repeat = self.problem.deterministic or torch.are_deterministic_algorithms_enabled()
+        if repeat not in self.backwards:
+            problem = replace(self.problem, deterministic=repeat)
+            self.backwards[repeat] = own(choose_backward(problem, self.device))
+        return self.backwards[repeat]
 
 
 def own(plan: Plan) -> Plan:

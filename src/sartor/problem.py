@@ -68,7 +68,7 @@ class Call:
         plain = bias is None and mask is None and slopes is None and sinks is None
         return (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+            q.device, k.device, v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15,
             None if plain else (_extra_key(bias), _extra_key(mask), _extra_key(slopes), _extra_key(sinks)),
             self.causal, self.window, self.softmax_scale, self.softcap, self.bits_repeat,
             self.out_dtype, self.kernel, self.precision, self.layout, self.bias_gradient,
@@ -248,7 +248,7 @@ def mods(call: Call) -> tuple[Mask | None, Score | None]:
     steps = (
         scores.softcap(call.softcap) if call.softcap else None,
         None if call.alibi_slopes is None else scores.alibi(call.alibi_slopes, slopes_dtype(call)),
-        None if call.bias is None else scores.bias(call.bias),
+        None if call.bias is None else scores.bias(_bias(call, call.bias)),
     )
     for step in steps:
         score = step if score is None else score.then(step) if step is not None else score
@@ -258,6 +258,11 @@ def mods(call: Call) -> tuple[Mask | None, Score | None]:
 def slopes_dtype(call: Call) -> torch.dtype:
     """What ALiBi's slopes are read as: float64 beside float64, else float32."""
     return torch.float64 if call.q.dtype == torch.float64 else torch.float32
+
+
+def _bias(call: Call, bias: torch.Tensor) -> torch.Tensor:
+    """The bias as kernels add it to scores: float64 beside float64 only."""
+    return bias.float() if bias.dtype == torch.float64 != call.q.dtype else bias
 
 
 @lru_cache(maxsize=256)
@@ -278,7 +283,7 @@ def aux_tensors(call: Call) -> list[torch.Tensor]:
     if call.mask is not None:
         found = call.mask.tensors if isinstance(call.mask, Mask) else (call.mask,)
     slopes = () if call.alibi_slopes is None else (scores.slopes_table(call.alibi_slopes, slopes_dtype(call)),)
-    bias = () if call.bias is None else (call.bias,)
+    bias = () if call.bias is None else (_bias(call, call.bias),)
     return [four_dims(t) for t in (*found, *slopes, *bias)]
 
 

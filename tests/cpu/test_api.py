@@ -265,6 +265,41 @@ def test_plans_are_found_again():
     assert ops.prepare(Call(q, k[:, :12], v[:, :12], causal=True)) is not first
 
 
+def test_plans_are_of_one_alignment():
+    """Of each tensor: what was compiled for a q that starts on 16 bytes reads it so."""
+    room = torch.zeros(3, 2, 9, 4, 12)
+    (q, off_q), (k, off_k) = ((room[i, ..., :8], room[i, ..., 2:10]) for i in (0, 1))
+    assert [t.data_ptr() % 16 for t in (q, k, off_q, off_k)] == [0, 0, 8, 8]
+    keys = {Call(*tensors, room[2][..., :8]).key() for tensors in ((q, k), (off_q, k), (q, off_k), (off_q, off_k))}
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_float64_bias_is_read_as_float32(dtype):
+    """Kernels would add it in float64 else, or not compile; its gradient is of its own dtype."""
+    q, k, v = inputs(dtype=dtype)
+    bias = torch.randn(9, 13, dtype=torch.float64, requires_grad=True)
+    call = Call(q, k, v, bias)
+    assert [t.dtype for t in ops.prepare(call).operands(call).aux] == [torch.float32]
+    out = sartor.attention(q, k, v, bias=bias)
+    assert torch.equal(out, sartor.attention(q, k, v, bias=bias.float()))
+    (gradient,) = torch.autograd.grad(out.sum(), bias)
+    assert gradient.dtype == torch.float64
+
+
+def test_what_is_deterministic_is_asked_when_it_runs():
+    """PyTorch may be told between the forward and the backward."""
+    prepared = ops.prepare(Call(*inputs()))
+    plain = prepared.backward_plan()
+    assert not plain.problem.deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert prepared.backward_plan().problem.deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert prepared.backward_plan() is plain
+
+
 WITH_TENSORS = {
     "bias": lambda: {"bias": torch.randn(13), "softcap": 3.0},
     "bool mask": lambda: {"mask": torch.rand(2, 1, 9, 13) > 0.3, "causal": "bottom_right"},
