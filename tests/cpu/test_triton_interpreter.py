@@ -217,6 +217,27 @@ def case_bias(shape):
     verify(*inputs(b=2, sq=34, skv=37), bias=normal(*shape), through_lse=True, **options)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def case_rows_biased_by_the_least_float32(causal):
+    """As padded queries are: lse is beyond float32 in the log2 domain. The row has no gradient, and spoils none."""
+    q, k, v = inputs(sq=40, skv=50)
+    bias = torch.zeros(40, 50)
+    bias[7] = torch.finfo(torch.float32).min
+    found = forward_and_gradients(q, k, v, bias=bias, causal=causal)
+    assert all(found[n].isfinite().all() for n in ("out", "dq", "dk", "dv"))
+    assert not found["dq"][:, 7].any()
+    bias[7] = -INF
+    without = forward_and_gradients(q, k, v, bias=bias, causal=causal)
+    for name in ("dk", "dv"):
+        assert torch.equal(found[name], without[name])
+
+
+def case_overlapping_rows():
+    """Whose `empty_like` has another dim innermost."""
+    x = normal(1, 51).unfold(-1, 32, 1)[:, :, None]
+    verify(x, x, x)
+
+
 def case_no_key_at_all():
     q, k, v = inputs(sq=40, skv=50)
     nothing = torch.zeros(40, 50, dtype=torch.bool)

@@ -62,7 +62,8 @@ if launch.available():
             delta -= tl.load(dlse_ptr + rows, mask=inside, other=0.0)
         tl.store(delta_ptr + kept, delta, mask=inside)
         lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)
-        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)  # exp2(score - inf) = 0
+        lse *= LOG2_E  # may be beyond float32, where all keys that a row sees are biased by the least there is
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)  # exp2(score - inf) = 0
         tl.store(lse_log2_ptr + kept, lse, mask=inside)
 
     @triton.jit
@@ -479,6 +480,12 @@ def _rows(lse: torch.Tensor) -> torch.Tensor:
     return torch.empty((b, hq, -(-sq // 16) * 16), dtype=torch.float32, device=lse.device)[..., :sq]
 
 
+def _dense_like(t: torch.Tensor) -> torch.Tensor:
+    """Room for a gradient, laid out as `t` where that leaves its last dim dense: of one that overlaps it may not."""
+    room = torch.empty_like(t)
+    return room if room.stride(3) == 1 else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+
 class TritonBackward:
     """See the module."""
 
@@ -648,7 +655,7 @@ class TritonBackward:
         dout = saved.dout.to(p.dtype)
         work = {"dout": dout if dout.stride(3) == 1 else dout.contiguous()}
         work |= {"delta": _rows(saved.lse), "lse_log2": _rows(saved.lse)}
-        work |= {"dq": torch.empty_like(x.q), "dk": torch.empty_like(x.k), "dv": torch.empty_like(x.v)}
+        work |= {f"d{name}": _dense_like(t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v))}
         work["dlse"] = work["delta"] if saved.dlse is None else saved.dlse.contiguous()
         work["bad_q"] = work["bad_kv"] = work["delta"]
         work["gain"] = _rows(saved.lse) if self.gains else work["delta"]
