@@ -96,7 +96,11 @@ def run(call: Call, lse: bool) -> tuple[Tensor, Any]:
 
 
 def _run(plan: Plan, *data: Any) -> Any:
-    """What the plan's kernel makes of its operands, whose dtypes are what they are meant to be."""
+    """What the plan's kernel makes of its operands, on their device, whatever the current one and autocast are."""
+    device = data[0].q.device
+    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):  # Triton launches on the current one
+            return _run(plan, *data)
     if not torch._C._is_any_autocast_enabled():
         return plan.kernel.run(plan, *data)  # type: ignore[attr-defined]
     with torch.autocast(data[0].q.device.type, enabled=False):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -473,6 +475,44 @@ def test_rows_of_no_score_at_all(layout, causal):
         out, lse = sartor.attention(q, k, v, layout=layout, causal=causal, return_lse=True, kernel=kernel)
         assert torch.allclose(lse.flatten(), want)
         assert not out.flatten(0, 2)[1:3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_with_an_infinite_score(dtype, causal):
+    """NaN, lse too, whoever computes; PyTorch's own kernel makes zeros of it in 16 bits."""
+    q, k, v = (
+        torch.ones(1, 70, 1, 8, dtype=dtype),
+        torch.randn(1, 70, 1, 8).to(dtype),
+        torch.ones(1, 70, 1, 8, dtype=dtype),
+    )
+    k[0, 3, 0, 2] = torch.inf
+    for kernel in ("auto", "torch", "blocked", "reference"):
+        out, lse = sartor.attention(q, k, v, causal=causal, return_lse=True, kernel=kernel)
+        first = 3 if causal else 0
+        assert out[:, first:].isnan().all()
+        assert lse[:, :, first:].isnan().all()
+        assert out[:, :first].isfinite().all()
+
+
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
+    """Triton launches on the current one."""
+    entered = []
+
+    @contextmanager
+    def device(of):
+        entered.append(of)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: of.index, raising=False)
+        yield
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    plan = SimpleNamespace(kernel=SimpleNamespace(run=lambda plan, x: torch._C._cuda_getDevice()))
+    for index, times in ((0, 0), (1, 1)):
+        data = SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda", index)))
+        assert ops._run(plan, data) == index
+        assert len(entered) == times
 
 
 def test_flop_counter():

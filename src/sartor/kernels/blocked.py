@@ -195,6 +195,7 @@ class State:
         """out (n, rows, dv) and lse (n, rows, 1)."""
         out = self.acc / torch.where(self.l == 0, 1, self.l)
         lse = torch.where(self.m.isinf(), 0, self.m) + torch.log(self.l)
+        lse = torch.where(self.m == torch.inf, torch.nan, lse)  # as of a softmax over infinity
         return spoiled(out, *self.seen) if self.seen else out, lse
 
 

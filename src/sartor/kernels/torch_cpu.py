@@ -2,9 +2,9 @@
 
 What it gets wrong is refused or repaired here: with a causal mask it gives NaN for scales <= 0, and it multiplies
 masked values by 0, which a NaN survives. A row whose scores are all NaN comes out 0 where a CPU's vectors are longer
-than the row; of one whose scores are all -inf lse comes out 0. An empty problem ends the process (a division by 0). The
-backward knows no gradient of lse, and lets what is not finite reach where a mask forbids it: such calls are
-`blocked_backward`'s.
+than the row, and in 16 bits one with a score of +inf; lse comes out 0 where all scores are -inf, inf where one is +inf.
+An empty problem ends the process (a division by 0). The backward knows no gradient of lse, and lets what is not finite
+reach where a mask forbids it: such calls are `blocked_backward`'s.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ class TorchCpu:
         )
         if repair:
             out = spoiled(out, *(_seen(kind, p.group) for kind in (v.isnan(), v == torch.inf, v == -torch.inf)))
+        endless = lse == torch.inf
+        if bool(endless.any()):
+            out, lse = torch.where(endless[..., None], torch.nan, out), torch.where(endless, torch.nan, lse)
         if not bool(lse.all()):  # as of a row of NaN or -inf scores, 0; if it is one, so is its score of the first key
             first = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)) * p.softmax_scale
             if bool(((first[..., 0] == -torch.inf) & (lse == 0)).any()):

@@ -30,7 +30,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("sartor", sartor.__version__)
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     yield _package("triton", "portable GPU kernels", (3, 5))
-    yield _package("cuda-core", "kernels compiled by NVRTC", (0, 0))
+    yield _package("cuda-core", "kernels compiled by NVRTC", (0, 7))
     yield Finding("NVRTC", nvrtc.missing() or nvrtc.compiler())
     for folder in caches():
         closed = "" if os.access(_standing(folder), os.W_OK) else ", which cannot be written"
