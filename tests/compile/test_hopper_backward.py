@@ -173,3 +173,24 @@ def test_rows_of_dout(case):
     assert (found is dout) == (case in ("dense", "heads outermost"))
     assert found.stride(3) == 1
     assert all(n > 0 and n % 8 == 0 for n in found.stride()[:3])
+
+
+def test_columns_without_spans_are_not_intervals():
+    """Rows that are exact intervals are not enough: keys would take the queries of a wider one."""
+    q, spec = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16, device="meta"), kernels.load("hopper_backward")
+    mask = mods.Mask(lambda b, h, q, kv, aux: kv <= q, rows=lambda b, h, q, aux: (0, q + 1) * 2)
+    p = Problem.of(Call(q, q, q, mask=mask))
+    assert p.program.is_interval
+    assert any("one interval" in why for why in spec.why_not(p, ARCHITECTURES[90]))
+    for full in ((5, mods.core.BIG), (0, 5)):  # one end is not exact: the predicate has a say there
+        mask = mods.Mask(lambda b, h, q, kv, aux: kv <= q, rows=lambda b, h, q, aux, f=full: (0, mods.core.BIG, *f))
+        assert not Problem.of(Call(q, q, q, mask=mask)).program.is_interval
+
+
+def test_dout_an_element_further():
+    """Its address may be off where its strides are not."""
+    q = torch.empty(1, 64, 2, 128, dtype=torch.bfloat16)
+    dout = torch.zeros(q.numel() + 1, dtype=torch.bfloat16)[1:].view(q.shape)
+    p, saved = Problem.of(Call(q, q, q)), Saved(q, torch.empty(1, 2, 64), dout, None)
+    found = kernels.load("hopper_backward").workspace(p, Operands(q, q, q), saved)["dout"]
+    assert found.data_ptr() % 16 == 0

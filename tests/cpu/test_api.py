@@ -550,3 +550,67 @@ def test_meta_is_still_validated():
     q, k, v = (t.to("meta") for t in inputs())
     with pytest.raises(ValueError, match="softcap"):
         sartor.attention(q, k, v, softcap=-1.0)
+
+
+def test_calls_that_lie_otherwise_in_memory_are_planned_apart():
+    """A plan keeps tensor maps and strides, and its kernel was chosen by alignment: a key says all of these, of every
+    tensor, and every option."""
+    q, k, v = testing.make_inputs(2, 4, 4, 8, 8, 8, dtype=torch.bfloat16, layout="bshd")
+    given = {"q": q, "k": k, "v": v, "bias": torch.randn(2, 4, 8, 8), "mask": torch.rand(2, 4, 8, 8) > 0.5}
+    key = Call(**given).key()
+    for name, t in given.items():
+        for way, other in testing.layouts(t).items():
+            assert Call(**given | {name: other}).key() != key, (name, way)
+    for name, value in {
+        "precision": "tf32", "kernel": "blocked", "layout": "bhsd", "out_dtype": torch.float32, "softcap": 1.0,
+        "softmax_scale": 1.0, "deterministic": True, "bias_gradient": True, "causal": True, "window": (1, 1),
+    }.items():  # fmt: skip
+        assert Call(**given | {name: value}).key() != key, name
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert Call(**given).key() != key
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("dim", "whole"), [(32, True), (36, False)])
+def test_rows_of_a_copy_start_where_its_width_says(dim, whole):
+    """What is copied since its last dim is not dense: on 16 bytes only where its rows are as many bytes."""
+    k = torch.empty(1, 8, 2, 40, dtype=torch.bfloat16)[..., :dim]
+    assert Problem.of(Call(k, k, k)).rows_on_16_bytes
+    assert Problem.of(Call(testing.layouts(k)["last"], k, k)).rows_on_16_bytes == whole
+
+
+def test_items_that_are_taken_one_by_one(monkeypatch):
+    """Where an item's scores alone fill the caches: what is given by item is that item's, for the second one too."""
+    monkeypatch.setattr(blocked, "ITEM", 1)
+    drawn = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))  # noqa: E731
+    mask = mods.Mask(lambda b, h, q, kv, aux: (kv + 3 * b <= q + 6) & aux[0], (drawn(2, 1, 1, 13) > -1,))
+    given = {"mask": mask, "bias": drawn(2, 4, 9, 13), "alibi_slopes": drawn(2, 4).abs(), "sinks": drawn(4)}
+    x = testing.make_inputs(2, 4, 2, 9, 13, 16, dtype=torch.float32, layout="bshd")
+    testing.verify(*x, kernel="blocked", through_lse=True, **given)
+
+
+@pytest.mark.parametrize("window", [None, (None, 1), (2, None), (-1, 1), (2, -1), (None, None), (0, 0)])
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+def test_an_operator_is_given_the_same_band(window, causal):
+    """A schema has no None in a list of integers: what compilers see is the eager call, unbounded sides too."""
+    q, k, v = testing.make_inputs(1, 2, 2, 5, 7, 8, dtype=torch.float32, layout="bshd")
+    out = sartor.attention(q, k, v, causal=causal, window=window)
+    same, _ = torch.ops.sartor.attention(*ops.as_operator_arguments(Call(q, k, v, causal=causal, window=window)))
+    assert torch.equal(same, out)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
+def test_one_input_alone_may_want_a_gradient(name):
+    """It is the one it has among others that do, and not left to PyTorch: on GPUs there would be none."""
+    q, k, v = testing.make_inputs(1, 2, 2, 5, 7, 8, dtype=torch.float32, layout="bshd")
+    given = {"q": q, "k": k, "v": v, "bias": torch.ones(5, 7), "sinks": torch.ones(2)}
+    alone = given | {name: given[name].clone().requires_grad_()}
+    assert Call(**alone).needs_gradient
+    assert not Call(**given).needs_gradient
+    every = {n: t.clone().requires_grad_() for n, t in given.items()}
+    (found,), wanted = ([*torch.autograd.grad(sartor.attention(**x).square().sum(), t)] for x, t in (
+        (alone, [alone[name]]), (every, [every[name]])
+    ))  # fmt: skip
+    assert torch.equal(found, wanted[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -27,7 +29,11 @@ def program(**options):
         ({"mask": table(1, 96, dtype=torch.bool)}, ()),  # one row of keys for all queries
         ({"bias": table(64, 1)}, ()),  # one column
         ({"bias": table(96, 64).T}, ()),  # keys lie apart
-        ({"bias": table(64, 96, dtype=torch.float64)}, ()),  # too wide
+        ({"bias": table(64, 96, dtype=torch.float64)}, (0,)),  # read as float32
+        (
+            {"mask": mods.Mask(lambda b, h, q, kv, aux: aux[0] > 0, (table(64, 96, dtype=torch.float64),))},
+            (),
+        ),  # too wide
         ({"causal": True, "softcap": 30.0}, ()),
     ],
 )
@@ -64,3 +70,24 @@ def test_intervals_of_rows_and_columns():
     ids = table(1, 96, dtype=torch.int64)
     assert not program(mask=mods.document(ids[:, :64], ids)).is_interval_both_ways
     assert not program().is_interval_both_ways
+
+
+def test_what_cuda_would_take_otherwise():
+    """Each dtype by its own widening, positions past the end moved to the last, Python's // and %, infinity's sign."""
+
+    def text(**options):
+        q, k = (torch.empty(1, n, 4, 32, device="meta") for n in (64, 96))
+        return expressions.source(Problem.of(Call(q, k, k, **options)).program)
+
+    for dtype, word in ((torch.float16, "Half16<false>::widen(x.a0["), (torch.bfloat16, "Half16<true>::widen(x.a0[")):
+        found = text(bias=torch.empty(4, 64, 96, dtype=dtype, device="meta"))
+        assert word in found
+        assert "i64(imin(q, n.seqlen_q - 1)) * x.a0_q + imin(kv, n.seqlen_kv - 1)" in found
+    found = text(mask=mods.Mask(lambda b, h, q, kv, aux: (q // 3 + kv % 5) % 2 == 0))
+    assert "modulo((floor_divide(q, 3) + modulo(kv, 5)), 2)" in found
+    assert [expressions._number(x) for x in (math.inf, -math.inf, 2**31, 0.5)] == [
+        "INF",
+        "-INF",
+        "2147483648ll",
+        "0.5f",
+    ]

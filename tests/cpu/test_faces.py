@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import sartor
 from sartor import testing
+from sartor.compat import flash_attn
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
@@ -172,3 +173,19 @@ def test_compiles():
     whole = torch.compile(sartor.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     want = sartor.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.equal(whole(q, k, v, is_causal=True), want)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"])
+def test_every_argument_of_a_face_arrives(name, monkeypatch):
+    """By position, as flash-attn's callers pass them: also what changes no value here, as determinism."""
+    found = {}
+    monkeypatch.setattr(flash_attn, "attention", lambda q, k, v, **options: found.update(options, q=q, k=k, v=v))
+    q, k, v = (torch.full((1, 4, 2, 8), float(i)) for i in range(3))
+    first = {"flash_attn_func": (q, k, v), "flash_attn_qkvpacked_func": (torch.stack([q, k, v], 2),),
+             "flash_attn_kvpacked_func": (q, torch.stack([k, v], 2))}[name]  # fmt: skip
+    slopes = torch.ones(2)
+    getattr(flash_attn, name)(*first, 0.0, 0.5, True, (3, 1), 2.0, slopes, True, True)
+    assert [found.pop(n).mean().item() for n in "qkv"] == [0, 1, 2]
+    assert found.pop("alibi_slopes") is slopes
+    assert found == {"softmax_scale": 0.5, "causal": True, "window": (3, 1), "softcap": 2.0, "deterministic": True,
+                     "return_lse": True}  # fmt: skip

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import sartor
 from sartor import nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
+from sartor.kernels import hopper_backward
+from sartor.kernels.cuda import host
 from sartor.kernels.hopper_forward import LONG, HopperForward, Measure
 from sartor.kernels.spec import Tile
 from sartor.problem import Call, Problem
@@ -176,3 +178,54 @@ def test_few_tiles_have_few_queries():
     for (dim, heads, n), groups in best.items():
         m = measure(heads, -(-n // 64), 3, dim, causal=True)
         assert m.suited(h200).block_m == 64 * groups, (dim, heads, n)
+
+
+def test_a_launch_reads_the_tensors_of_its_call(driver):
+    """v is padded, where q and k are not; and a second call of one key reads its own bias, not the first's."""
+    q, k, _ = inputs(64)
+    v, biases = torch.zeros((2, 2, 90, 33), dtype=torch.bfloat16), [torch.zeros(4, 70, 90) for _ in range(2)]
+    for bias in biases:
+        sartor.attention(q, k, v, layout="bhsd", bias=bias)
+        assert bias.data_ptr() in driver.launches[-1]
+    padded = [address for address, sizes, _ in driver.maps if sizes[0] == 40]
+    assert padded
+    assert v.data_ptr() not in padded
+
+
+def test_workspaces_hold_what_kernels_write():
+    """A mark for every 16 rows of every query head; whole tiles of dq where one sweep adds it up."""
+    for heads, n in ((1, 1), (3, 5), (7, 64)):
+        m = measure(heads, n, 2, causal=True)
+        assert 16 * m.marks >= heads * -(-m.p.seqlen_q // 64) * 64
+    for dim, n in ((64, 1), (64, 1000), (128, 1000)):
+        q = torch.empty((2, n, 3, dim), dtype=torch.bfloat16, device="meta")
+        p = Problem.of(Call(q, q, q))
+        rows, rest = divmod(hopper_backward.sums(p), 2 * 3 * dim)
+        assert (rest, rows % hopper_backward.Measure.all(p)[0].block) == (0, 0)
+        assert rows >= n
+
+
+def test_streams_do_not_share_counters(monkeypatch):
+    """Launches of two streams may overlap; a captured graph runs again when others use what is kept."""
+    now = SimpleNamespace(stream=1, capturing=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now.stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
+    kept, cpu = {}, torch.device("cpu")
+    first = host.stream_zeros(kept, 8, cpu)
+    assert host.stream_zeros(kept, 8, cpu) is first
+    now.stream = 2
+    assert host.stream_zeros(kept, 8, cpu).data_ptr() != first.data_ptr()
+    now.stream, now.capturing = 1, True
+    assert host.stream_zeros(kept, 8, cpu).data_ptr() != first.data_ptr()
+    assert len(kept) == 2
+
+
+def test_macros_follow_the_problem():
+    for scale, prescale in ((0.5, 0), (0.0, 1), (-1.0, 1)):
+        assert measure(2, 4, 2, softmax_scale=scale).defines()["PRESCALE"] == prescale
+    m = measure(2, 4, 2)  # 253 queries and keys
+    for keys, ragged in ((256, 0), (253, 1), (64, 0), (30, 1)):
+        assert replace(m, p=replace(m.p, seqlen_kv=keys)).defines()["RAGGED"] == ragged
+    assert m.staged
+    for change in ({"dim_v": 33}, {"out_dtype": torch.float32}):
+        assert not type(m).of(replace(m.p, **change), m.tile).staged  # rows of out that no copy can store

@@ -130,3 +130,20 @@ def test_paper_suite_is_the_grid_of_16k_tokens() -> None:
     assert len(cases) == 2 * 3 * 6 * 2
     assert {w.batch * w.seqlen_q for w, _ in cases} == {16384}
     assert {w.heads_q * w.dim for w, _ in cases} == {2048}
+
+
+def test_a_grid_is_every_combination_of_its_values():
+    grid = {"heads": 4, "heads_kv": [2, 4], "batch": 1, "dim": 64, "dim_v": 48, "seqlen": [8, 16], "seqlen_kv": 32}
+    found = list(suites.expand(grid, ["fwd", "bwd"]))
+    assert len(set(found)) == len(found) == 8
+    assert found[0] == Workload(1, 4, 2, 8, 32, 64, 48, "bfloat16", "full", "fwd")
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "causal_top_left", "window8", "prefix3", "causal+softcap30"])
+@pytest.mark.parametrize(("sq", "skv"), [(12, 20), (20, 12), (1, 16), (16, 16)])
+def test_useful_pairs_are_those_that_are_seen(mask, sq, skv):
+    """Half a square under a causal mask, as is customary; nothing is half where lengths differ."""
+    w = Workload(1, 2, 2, sq, skv, 8, 8, "float32", mask)
+    seen = Inputs.make(w, torch.device("cpu")).visible(w)
+    square = sq == skv and mask.startswith("causal")
+    assert w.pairs == (sq * skv / 2 if square else sq * skv if seen is None else int(seen.sum()))

@@ -17,6 +17,7 @@ from sartor.mods import expr
 from sartor.mods.core import BIG, Program, resolve
 from sartor.mods.expr import Expr, diff, evaluate, lift
 from sartor.mods.masks import from_tensor
+from sartor.problem import Call, Problem
 
 
 def matrix(text):
@@ -364,3 +365,43 @@ def test_unknown_derivative():
 
 def test_big_stays_in_int32():
     assert 4 * BIG <= 2**31
+
+
+def test_programs_are_told_apart_by_all_that_a_kernel_is_made_of():
+    """Equal programs share compiled code: what is read, by which steps, as which dtype, and the columns' spans."""
+    q = torch.empty(1, 8, 2, 16, device="meta")
+    f32, lower = torch.empty(8, 8, device="meta"), lambda b, h, q, kv, aux: kv <= q
+    spans = lambda b, h, kv, aux: (kv, mods.core.BIG, kv, mods.core.BIG)  # noqa: E731
+    some = (
+        {"bias": f32},
+        {"bias": f32.to(torch.bfloat16)},
+        {"bias": f32.T},
+        {"bias": f32[:1]},
+        {"mask": mods.Mask(lower)},
+        {"mask": mods.Mask(lower, cols=spans)},
+        {"mask": mods.Mask(lower, rows=spans)},
+    )
+    programs = [Problem.of(Call(q, q, q, **options)).program for options in some]
+    assert len(set(programs)) == len(programs)
+
+
+def test_lengths_beyond_every_position_stay_in_int32():
+    """Kernels add positions to them in 32 bits."""
+    for mask in (mods.window(2**40, 2**40), mods.window(2**31 - 1, 0), mods.prefix(2**40)):
+        assert all(callable(a) or abs(a) <= mods.core.BIG for a in mask.aux), mask.name
+        assert mask.materialize(1, 1, 3, 3)[..., 2, :].all()
+
+
+@pytest.mark.parametrize("sign", sorted(expr.INFIX))
+def test_operators_mean_what_they_do_in_python(sign):
+    """With the number on either side: `9 - q` is not `q - 9`."""
+
+    def of(x, y):
+        return expr._INFIX_FUNCTIONS[sign](x, y)
+
+    for number in (2, 9):
+        for fn in (lambda q, n=number: of(q, n), lambda q, n=number: of(n, q)):
+            for value in (1, 4):
+                made = fn(expr.Expr("sym", ("q",)))
+                assert expr.evaluate(made, {"q": value}, ()) == fn(value), made.text()
+                assert eval(made.text(), {"q": value}) == fn(value)

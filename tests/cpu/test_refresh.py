@@ -106,3 +106,15 @@ def test_commands_run_within_the_limit(tmp_path: Path) -> None:
     assert said[2].startswith("left out, 500 s of 1")
     assert file.read_text() == "as it was"
     assert refresh.run(wanted[:1], 120.0, said.append)
+
+
+def test_a_command_that_fails_leaves_the_records_as_they_were(tmp_path, monkeypatch):
+    """Half a suite must not stand in for the whole one that was there, nor for none."""
+    file = tmp_path / "paper.jsonl"
+    stage = refresh.Stage(("bench",), file, 1.0)
+    for before in (None, b"kept"):
+        for outcome, after in (("failed", before), ("", b"half")):
+            file.unlink(missing_ok=True) if before is None else file.write_bytes(before)
+            monkeypatch.setattr(refresh, "_outcome", lambda *_, said=outcome: file.write_bytes(b"half") and said)
+            assert refresh._kept(stage, 1.0) == outcome
+            assert (file.read_bytes() if file.is_file() else None) == after

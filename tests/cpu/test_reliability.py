@@ -854,3 +854,30 @@ def test_J16_flat():
         for _ in range(200):
             forward_and_gradients(q, k, v, mask=mask)
         assert tensors() <= before
+
+
+@pytest.mark.parametrize("kernel", ["torch", "blocked", "reference"])
+def test_a_gradient_that_is_not_finite_reaches_what_was_attended_to_only(kernel):
+    """Query 3's: keys after it have their gradients from later queries alone, and other queries their own."""
+    q, k, v = testing.make_inputs(1, 2, 2, 9, 9, 16, dtype=torch.float32, layout="bshd", requires_grad=True)
+    out = sartor.attention(q, k, v, causal=True, kernel=kernel)
+    dout = torch.ones_like(out)
+    dout[:, 3] = math.nan
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    assert dq[:, 3].isnan().all()
+    assert torch.cat([dq[:, :3], dq[:, 4:]], 1).isfinite().all()
+    for d in (dk, dv):
+        assert d[:, :4].isnan().all()
+        assert d[:, 4:].isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", ["blocked", "reference"])
+@pytest.mark.parametrize(("mask", "dead"), [(mods.causal(), 2), (mods.prefix(0), 5)], ids=["some", "all"])
+def test_a_sink_of_nothing_is_no_sink(kernel, mask, dead):
+    """A row without keys whose sink is -inf has no weight at all: lse is -inf, and no gradient is NaN."""
+    q, k, v = testing.make_inputs(1, 2, 2, 5, 3, 16, dtype=torch.float32, layout="bshd", requires_grad=True)
+    sinks = torch.tensor([-math.inf, 0.5], requires_grad=True)
+    out, lse = sartor.attention(q, k, v, mask=mask, sinks=sinks, return_lse=True, kernel=kernel)
+    assert torch.equal(lse[:, :, :dead], sinks.detach()[None, :, None].expand(1, 2, dead))
+    assert not out[:, :dead].any()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v, sinks)))
