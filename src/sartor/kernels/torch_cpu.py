@@ -68,8 +68,8 @@ class TorchCpu:
         )
         if repair:
             out = spoiled(out, *(_seen(kind, p.group) for kind in (v.isnan(), v == torch.inf, v == -torch.inf)))
-        endless = lse == torch.inf
-        if bool(endless.any()):
+        if not lse.max().item() < torch.inf:  # NaN included
+            endless = lse == torch.inf
             out, lse = torch.where(endless[..., None], torch.nan, out), torch.where(endless, torch.nan, lse)
         if not bool(lse.all()):  # as of a row of NaN or -inf scores, 0; if it is one, so is its score of the first key
             first = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)) * p.softmax_scale
