@@ -68,16 +68,14 @@ class TorchCpu:
         )
         if repair:
             out = spoiled(out, *(_seen(kind, p.group) for kind in (v.isnan(), v == torch.inf, v == -torch.inf)))
-        if not lse.max().item() < torch.inf:  # NaN included
-            endless = lse == torch.inf
-            out, lse = torch.where(endless[..., None], torch.nan, out), torch.where(endless, torch.nan, lse)
-        if not bool(lse.all()):  # as of a row of NaN or -inf scores, 0; if it is one, so is its score of the first key
+        if not (lse / lse).sum().item() > 0:  # some are 0, infinite or NaN
+            # 0 is of a row of NaN or -inf scores, or its due; if it is one of those, so is its score of the first key
             first = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)) * p.softmax_scale
             if bool(((first[..., 0] == -torch.inf) & (lse == 0)).any()):
                 q, k, v = (t.transpose(1, 2) for t in (q, k, v))
                 out, lse = blocked.SPEC.run(plan, replace(x, q=q, k=k, v=v, layout="bshd"))
                 return out.transpose(1, 2) if given else out, lse if x.lse else None
-            lost = first.isnan()
+            lost = first.isnan() | lse.isposinf()[..., None]
             out, lse = torch.where(lost, torch.nan, out), torch.where(lost[..., 0], torch.nan, lse)
         return out if given else out.transpose(1, 2), lse.contiguous() if x.lse else None
 
