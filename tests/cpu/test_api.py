@@ -610,7 +610,7 @@ def test_one_input_alone_may_want_a_gradient(name):
     assert Call(**alone).needs_gradient
     assert not Call(**given).needs_gradient
     every = {n: t.clone().requires_grad_() for n, t in given.items()}
-    (found,), wanted = ([*torch.autograd.grad(sartor.attention(**x).square().sum(), t)] for x, t in (
-        (alone, [alone[name]]), (every, [every[name]])
-    ))  # fmt: skip
-    assert torch.equal(found, wanted[0])
+    found, want = (
+        torch.autograd.grad(sartor.attention(**some).square().sum(), some[name])[0] for some in (alone, every)
+    )
+    assert torch.equal(found, want)

@@ -20,10 +20,7 @@ def at(place, size):
     return error
 
 
-ONE, ROW = (0, 5, 1, 3), (0, 7)
-
-
-EVERYWHERE = (slice(None),)
+ONE, ROW, EVERYWHERE = (0, 5, 1, 3), (0, 7), (slice(None),)
 RULES = {  # errors, PyTorch's, options, whether they are refused
     "twice PyTorch's largest": (at(ONE, 0.199), 0.1, {}, False),
     "more than twice": (at(ONE, 0.203), 0.1, {}, True),

@@ -9,22 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_lab_bench import CPU, SMALL, record
 
 from sartor import testing
 from sartor.lab import accuracy, bench, check, providers, records, report, roofline, tables, timing, verify
 from sartor.lab.accuracy import Judge, Verdict
 from sartor.lab.bench import Session
-from sartor.lab.records import CEILINGS, Record, Run
+from sartor.lab.records import CEILINGS, Run
 from sartor.lab.timing import Timing
 from sartor.lab.workloads import Inputs, Workload
-
-CPU = torch.device("cpu")
-SMALL = Workload(1, 2, 2, 48, 48, 16, 16, "float32", "causal", "fwd")
-
-
-def record(provider: str = "sartor", run: str = "r", time: str = "", w: Workload = SMALL, **facts) -> Record:
-    made = replace(Record.of(Run(run, "s", {"device": "h200"}), provider, w), **facts)
-    return replace(made, time=time or made.time)
 
 
 @pytest.mark.parametrize(("mode", "wrong", "times", "ok"), [
@@ -64,7 +57,7 @@ def test_a_table_says_what_of_it_is_unverified(tmp_path: Path, view: str) -> Non
     facts = {"ms": 1.0, "peak_mem_mib": 1.0, "host_us": 1.0, "err_rel": 1e-7, "err_max": 1e-7, "err_budget": 1.0,
              "errors": {"out rel": 1e-7, "out max": 1e-7}, "tflops": 1.0}  # fmt: skip
     rows = [
-        record(w=replace(SMALL, seqlen_q=n), plan="triton_forward[128x64 w4 s2] grid", kernel_hash=kept, **facts)
+        record(seqlen_q=n, plan="triton_forward[128x64 w4 s2] grid", kernel_hash=kept, **facts)
         for n, kept in ((48, "abc"), (49, "old"))
     ]
     folder = tmp_path / "h200"
@@ -80,7 +73,7 @@ def test_the_arithmetic_of_a_speed_table() -> None:
     times = ({"sartor": 2.0, "sartor:triton": 1.0, "sdpa": 3.0, "flex": 8.0},
              {"sartor": 4.0, "sartor:triton": 9.0, "sdpa": 8.0, "flex": 2.0})  # fmt: skip
     rows = [
-        record(name, w=replace(SMALL, seqlen_q=n, mode="decode"), ms=ms, tflops=7.0, gbps=5.0)
+        record(provider=name, seqlen_q=n, mode="decode", ms=ms, tflops=7.0, gbps=5.0)
         for n, row in enumerate(times, 1) for name, ms in row.items()
     ]  # fmt: skip
     table = tables.speed(rows, "sdpa")
@@ -124,7 +117,7 @@ def test_a_backward_holds_its_forward_and_a_decode_is_cold(monkeypatch) -> None:
 def test_the_last_run_is_the_one_of_the_latest_time_with_its_own_ceilings() -> None:
     """Whatever the order of a file's lines, as after a merge; peaks of another run stand under no table."""
     rows = [
-        record(run=run, time=f"2026-01-0{day}T00:00:00Z", w=replace(SMALL, dtype="bfloat16"), ms=1.0)
+        record(run_id=run, time=f"2026-01-0{day}T00:00:00Z", dtype="bfloat16", ms=1.0)
         for run, day in (("new", 2), ("old", 1))
     ]
     peaks = [replace(r, mode=CEILINGS, tflops=t) for r, t in zip(rows, (700.0, 111.0), strict=True)]
