@@ -37,7 +37,7 @@ def is_integer(value: Any) -> bool:
 
 
 def sides(window: Any) -> tuple[int | None, int | None]:
-    """(left, right) of a window, each an int >= -1 or None."""
+    """(left, right) of a window, each an int >= 0, or None for unbounded, which -1 is too."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window must be None or a pair (left, right), got {window!r}")
     left, right = window
@@ -48,7 +48,7 @@ def sides(window: Any) -> tuple[int | None, int | None]:
             raise TypeError(f"window (left, right) must hold integers or None, got {window!r}")
         if side < -1:
             raise ValueError(f"window (left, right) must be >= 0, or -1 or None for unbounded, got {window!r}")
-    return None if left is None else operator.index(left), None if right is None else operator.index(right)
+    return tuple(None if side in (None, -1) else operator.index(side) for side in window)  # type: ignore[return-value]
 
 
 def known_layout(layout: Any) -> None:

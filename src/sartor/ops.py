@@ -16,7 +16,7 @@ from sartor.device import Device
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost
 from sartor.mods.core import lookup
 from sartor.plan import choose, choose_backward
-from sartor.problem import Call, Problem, Template, aux_values
+from sartor.problem import Call, Problem, Template, aux_values, wide
 
 Tensor = torch.Tensor
 NO_SECOND = "sartor.attention has no second derivative: expected no gradient of its gradients"
@@ -42,7 +42,7 @@ class Prepared:
             q, k, v = (t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v))
         sinks = call.sinks
         if sinks is not None:  # as lse is: kernels read them by their address
-            sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+            sinks = sinks.to(wide(q.dtype)).contiguous()
         return Operands(q, k, v, sinks, aux_values(call, self.template), layout, lse)
 
     def backward_plan(self) -> Plan:
@@ -103,7 +103,7 @@ def _run(plan: Plan, *data: Any) -> Any:
             return _run(plan, *data)
     if not torch._C._is_any_autocast_enabled():
         return plan.kernel.run(plan, *data)  # type: ignore[attr-defined]
-    with torch.autocast(data[0].q.device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
         return plan.kernel.run(plan, *data)  # type: ignore[attr-defined]
 
 
@@ -228,7 +228,7 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
     call = _call(q, k, v, *rest)
     problem = Problem.of(replace(call, mask=None) if rest[5] else call)
     b, sq, hq, dv = q.shape[0], q.shape[1], q.shape[2], v.shape[3]
-    lse = q.new_empty((b, hq, sq), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse = q.new_empty((b, hq, sq), dtype=wide(q.dtype))
     if heads_outermost(q):
         return q.new_empty((b, hq, sq, dv), dtype=problem.out_dtype).transpose(1, 2), lse
     return q.new_empty((b, sq, hq, dv), dtype=problem.out_dtype), lse

@@ -217,11 +217,16 @@ def _rows_on_16_bytes(t: torch.Tensor) -> bool:
     return address % 16 == 0 and all(t.stride(i) * size % 16 == 0 for i in range(3) if t.shape[i] > 1)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 inputs, else float32: that of scores and what is added to them, of the softmax and of lse."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _scale(call: Call) -> float:
     """The factor of q k^T; 0 where float32 has nothing as small."""
     if call.softmax_scale is None:
         return default_scale(call.q.shape[3])
-    return 0.0 if abs(call.softmax_scale) < LEAST and call.q.dtype != torch.float64 else call.softmax_scale
+    return 0.0 if abs(call.softmax_scale) < LEAST and wide(call.q.dtype) == torch.float32 else call.softmax_scale
 
 
 def default_scale(dim: int) -> float:
@@ -247,7 +252,7 @@ def mods(call: Call) -> tuple[Mask | None, Score | None]:
     score = None
     steps = (
         scores.softcap(call.softcap) if call.softcap else None,
-        None if call.alibi_slopes is None else scores.alibi(call.alibi_slopes, slopes_dtype(call)),
+        None if call.alibi_slopes is None else scores.alibi(call.alibi_slopes, wide(call.q.dtype)),
         None if call.bias is None else scores.bias(_bias(call, call.bias)),
     )
     for step in steps:
@@ -255,14 +260,9 @@ def mods(call: Call) -> tuple[Mask | None, Score | None]:
     return mask, score
 
 
-def slopes_dtype(call: Call) -> torch.dtype:
-    """What ALiBi's slopes are read as: float64 beside float64, else float32."""
-    return torch.float64 if call.q.dtype == torch.float64 else torch.float32
-
-
 def _bias(call: Call, bias: torch.Tensor) -> torch.Tensor:
     """The bias as kernels add it to scores: float64 beside float64 only."""
-    return bias.float() if bias.dtype == torch.float64 != call.q.dtype else bias
+    return bias.to(wide(call.q.dtype)) if bias.dtype == torch.float64 else bias
 
 
 @lru_cache(maxsize=256)
@@ -271,7 +271,7 @@ def band(causal: bool | str, window: tuple[int | None, int | None] | None) -> Ma
     align: Any = "top_left" if causal == "top_left" else "bottom_right"
     if window is None:
         return masks.causal(align) if causal else None
-    left, right = (None if side == -1 else side for side in window)
+    left, right = window
     if left is None and right is None:
         return masks.causal(align) if causal else None
     return masks.window(left, 0 if causal else right, align)
@@ -282,7 +282,7 @@ def aux_tensors(call: Call) -> list[torch.Tensor]:
     found: Sequence[torch.Tensor] = ()
     if call.mask is not None:
         found = call.mask.tensors if isinstance(call.mask, Mask) else (call.mask,)
-    slopes = () if call.alibi_slopes is None else (scores.slopes_table(call.alibi_slopes, slopes_dtype(call)),)
+    slopes = () if call.alibi_slopes is None else (scores.slopes_table(call.alibi_slopes, wide(call.q.dtype)),)
     bias = () if call.bias is None else (_bias(call, call.bias),)
     return [four_dims(t) for t in (*found, *slopes, *bias)]
 
@@ -334,19 +334,19 @@ def _check_tensors(call: Call) -> None:
 
 
 def _check_options(call: Call) -> None:
+    single = wide(call.q.dtype) == torch.float32
     for name, value in (("softmax_scale", call.softmax_scale), ("softcap", call.softcap)):
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")
-        if value is not None and abs(value) > LARGEST and call.q.dtype != torch.float64:
+        if single and value is not None and abs(value) > LARGEST:
             raise ValueError(f"{name} must be at most {LARGEST:.3g}, as kernels compute in float32, got {value}")
     if call.softcap < 0:
         raise ValueError(f"softcap must be >= 0 (0 is off), got {call.softcap}")
-    if 0 < call.softcap < LEAST and call.q.dtype != torch.float64:
+    if single and 0 < call.softcap < LEAST:
         raise ValueError(
             f"softcap must be 0 (off) or at least {LEAST:.3g}, as kernels compute in float32, got {call.softcap}"
         )
-    wider = call.q.dtype if call.q.dtype == torch.float64 else torch.float32
-    allowed = tuple(dict.fromkeys((None, call.q.dtype, wider)))
+    allowed = tuple(dict.fromkeys((None, call.q.dtype, wide(call.q.dtype))))
     if call.out_dtype not in allowed:
         raise TypeError(f"out_dtype must be {' or '.join(map(str, allowed))}, got {call.out_dtype}")
     if not isinstance(call.kernel, str):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from sartor.kernels.spec import Operands
-from sartor.problem import Problem
+from sartor.problem import Problem, wide
 
 
 def working_dtype(p: Problem) -> torch.dtype:
     """float64 for float64 inputs, else float32: that of the products, of the softmax and of lse."""
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
+    return wide(p.dtype)
 
 
 def finite(t: torch.Tensor) -> bool:

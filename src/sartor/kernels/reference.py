@@ -81,8 +81,7 @@ class Reference:
         s, keep, _ = scores(p, x, q, k)
         probabilities, lse = weights(x, s, keep)
         out = attended(probabilities, v, keep)
-        lse_dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-        return out.transpose(1, 2).to(p.out_dtype), lse.to(lse_dtype)
+        return out.transpose(1, 2).to(p.out_dtype), lse.to(working_dtype(p))
 
 
 class ReferenceBackward:

@@ -50,7 +50,8 @@ def tables(records: list[Record]) -> list[Table]:
 
 def outdated(records: list[Record]) -> list[str]:
     """A sentence on the rungs that were measured from other sources than they have, if there are any."""
-    old = {r.provider for r in records if _number(r) and r.kernel_hash != ladder.find(_number(r)).source_hash()}
+    now = ladder.sources()
+    old = {r.provider for r in records if _number(r) and r.kernel_hash and (r.provider, r.kernel_hash) not in now}
     return [f"Unverified, as measured from other sources than today's: {', '.join(sorted(old))}."] if old else []
 
 

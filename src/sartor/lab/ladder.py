@@ -26,6 +26,11 @@ def load() -> tuple[Rung, ...]:
     return tuple(rungs.parse(path) for path in sorted(files))
 
 
+def sources() -> set[tuple[str, str]]:
+    """Each rung as records name it, with the hash of its sources."""
+    return {(rung.provider, rung.source_hash()) for rung in load()}
+
+
 def find(number: str) -> Rung:
     """The rung called `4`, `04` or `7a`; ValueError lists the known ones."""
     for rung in load():
@@ -75,8 +80,9 @@ def resources(shown: tuple[Rung, ...], arch: int = 90) -> Table:
         words=("most frequent",),
     )  # fmt: skip
     for rung in shown:
-        if rung.arch > arch:
-            made.rows.append([rung.number, NONE, f"needs sm_{rung.arch}", *[NONE] * 4])
+        why = _why_not(rung, rung.dims[0], arch)
+        if why:
+            made.rows.append([rung.number, NONE, why, *[NONE] * 4])
             continue
         for dim in rung.dims:
             try:
@@ -89,14 +95,20 @@ def resources(shown: tuple[Rung, ...], arch: int = 90) -> Table:
 
 def sass(rung: Rung, w: Workload, arch: int) -> str:
     """Machine code of a rung for a problem. Raises ValueError where there is none."""
-    if w.dim not in rung.dims:
-        raise ValueError(f"rung {rung.number} takes head dims {', '.join(map(str, rung.dims))}, got {w.dim}")
-    if arch < rung.arch:
-        raise ValueError(f"rung {rung.number} needs sm_{rung.arch}, got sm_{arch}")
-    try:
-        return build(rung, w, arch).sass()
-    except REFUSALS as error:
-        raise ValueError(f"rung {rung.number} for sm_{arch}: {_reason(error)}") from None
+    why = _why_not(rung, w.dim, arch)
+    if not why:
+        try:
+            return build(rung, w, arch).sass()
+        except REFUSALS as error:
+            why = _reason(error)
+    raise ValueError(f"rung {rung.number} for sm_{arch}: {why}")
+
+
+def _why_not(rung: Rung, dim: int, arch: int) -> str:
+    """Why a rung is not compiled for an architecture; empty when it may be."""
+    if rung.arch > arch:
+        return f"needs sm_{rung.arch}"
+    return "" if dim in rung.dims else f"takes head dims {', '.join(map(str, rung.dims))}, got {dim}"
 
 
 def _reason(error: Exception) -> str:

@@ -112,7 +112,7 @@ def _suites(folder: Path, evidence: Evidence, rounds: tuple[str, ...]) -> list[S
 
 def _rungs(folder: Path, rounds: tuple[str, ...]) -> list[Stage]:
     """The ladder and its profile, where a rung has changed; no profile on a GPU whose counters nobody can read."""
-    sources = {(rung.provider, rung.source_hash()) for rung in ladder.load()}
+    sources = ladder.sources()
 
     def stale(rows: list[Record]) -> bool:
         return not sources <= {(r.provider, r.kernel_hash) for r in rows}

@@ -37,18 +37,17 @@ def causal(align: Align = "bottom_right") -> Mask:
 
 def window(left: int | None, right: int | None, align: Align = "bottom_right") -> Mask:
     """Query i attends to the keys i-left .. i+right, both included; None or -1 is unbounded (flash-attn's rule)."""
-    open_left, open_right = (side in (None, -1) for side in sides((left, right)))
-    reach = tuple(min(side or 0, BIG) for side in (left, right))
+    left, right = sides((left, right))
     return interval(
         rows=lambda b, h, q, aux: (
-            None if open_left else q + aux[2] - aux[0],
-            None if open_right else q + aux[2] + aux[1] + 1,
+            None if left is None else q + aux[2] - aux[0],
+            None if right is None else q + aux[2] + aux[1] + 1,
         ),
         cols=lambda b, h, kv, aux: (
-            None if open_right else kv - aux[2] - aux[1],
-            None if open_left else kv - aux[2] + aux[0] + 1,
+            None if right is None else kv - aux[2] - aux[1],
+            None if left is None else kv - aux[2] + aux[0] + 1,
         ),
-        aux=(*reach, _aligned(align)),
+        aux=(*(min(side or 0, BIG) for side in (left, right)), _aligned(align)),
         name="window",
     )
 
