@@ -91,3 +91,17 @@ def test_what_cuda_would_take_otherwise():
         "2147483648ll",
         "0.5f",
     ]
+
+
+def test_ends_of_64_bits_are_narrowed():
+    """An end read from a table of int64 may lie beyond every int; others cost no comparison."""
+
+    def rows(**options):
+        (line,) = (line for line in expressions.source(program(**options)).splitlines() if " rows(" in line)
+        return line
+
+    ids = table(1, 96, dtype=torch.int64)
+    assert rows(mask=mods.prefix(ids[0, :1])).count("narrow(") == 2
+    assert rows(mask=mods.prefix(ids[0, :1].int())).count("narrow(") == 0
+    far = mods.Mask(lambda b, h, q, kv, aux: kv < 1 << 40, rows=lambda b, h, q, aux: (0, 1 << 40, 0, 0))
+    assert "narrow(1099511627776ll)" in rows(mask=far)

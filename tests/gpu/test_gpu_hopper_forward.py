@@ -105,6 +105,19 @@ def test_neighbours(dim, scale):
     testing.check_all(dict(zip(("out", "lse"), found[1], strict=True)), loud, k, v, causal=True)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_biased_by_the_least_float32(dim):
+    """A row whose first tile holds such keys alone has seen keys, though its largest score is the least there is."""
+    q, k, v = testing.make_inputs(1, 2, 2, 200, 230, dim, None, torch.bfloat16, "cuda", "bshd", 0)
+    bias = torch.zeros(230, device="cuda")
+    bias[128:158] = torch.finfo(torch.float32).min
+    call = Call(q, k, v, bias, causal=True)
+    for tile in SPEC.tiles(Problem.of(call), DEVICE):
+        if (tile.block_n, tile.stages) in ((128, 4), (64, 4)):
+            out, lse = results(call, tile)[0]
+            testing.check_all({"out": out, "lse": lse}, q, k, v, bias=bias, causal=True)
+
+
 OPTIONS = {
     "full": lambda: {},
     "window": lambda: {"window": (100, 20)},

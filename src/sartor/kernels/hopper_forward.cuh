@@ -34,7 +34,7 @@ static_assert(AHEAD || !STAGED || !LEAVES);  // all would have to be done with t
 
 struct Consumer : Worker {
   const float factor, scale;
-  Softmax<BLOCK_N, BF16, SINKS> softmax;
+  Softmax<BLOCK_N, BF16, SINKS, SCORE> softmax;
   Guess guess;  // of the last step
   float s[BLOCK_N / 2], o[DIM_V / 2];  // scores, then weights; output
   u32 p[BLOCK_N / 4];                  // weights as the A operand of P V

@@ -5,6 +5,9 @@
 
 struct Span { int lo, hi, full_lo, full_hi; };  // keys of a row: within [lo, hi), all of [full_lo, full_hi)
 
+// An end of a span as an int: one beyond every position stays so
+DEVICE int narrow(i64 a) { return int(a < -(1 << 28) ? -(1 << 28) : a > 1 << 28 ? 1 << 28 : a); }
+
 template <class A, class B> DEVICE auto maximum(A a, B b) { return a < b ? b : a; }
 template <class A, class B> DEVICE auto minimum(A a, B b) { return b < a ? b : a; }
 template <class A, class B> DEVICE auto where(bool c, A a, B b) { return c ? a : b; }

@@ -48,7 +48,7 @@ def source(program: Program, near: tuple[int, ...] = ()) -> str:
             lines += [f"DEVICE float score(float s, {position}, int kv, {rest}{y}) {{ return {value}; }}"]
     for name, at, spans in (("rows", "q", program.rows), ("cols", "kv", program.cols)):
         if spans is not None:
-            values = ", ".join(f"int({_text(e, program)})" for e in spans)
+            values = ", ".join(f"{'narrow' if _is_wide(e, program) else 'int'}({_text(e, program)})" for e in spans)
             lines += [f"DEVICE Span {name}(int b, int h, int {at}, {rest}) {{ return {{{values}}}; }}"]
     return "\n".join([*lines, ""])
 
@@ -127,6 +127,16 @@ def _text(e: Expr, program: Program, near: tuple[int, ...] = (), calls: Mapping[
     if e.op in calls:
         return f"{calls[e.op]}({', '.join(parts)})"
     return f"(-{parts[0]})" if e.op == "neg" else f"({parts[0]} {e.op} {parts[1]})"
+
+
+def _is_wide(e: Expr, program: Program) -> bool:
+    """Whether an integer that it reads has 64 bits."""
+    if e.op == "const":
+        return isinstance(e.args[0], int) and _number(e.args[0]).endswith("ll")
+    if e.op == "aux":
+        spec: Aux = program.aux[e.args[0]]
+        return spec.dtype == "torch.int64"
+    return any(_is_wide(a, program) for a in e.args if isinstance(a, Expr))
 
 
 def _number(value: int | float) -> str:

@@ -25,7 +25,7 @@ DEVICE float quad_sum(float x) {
 // weights stay in range (docs/numerics.md, "Speculation"), so later tiles need no maximum.
 struct Guess { float before[2], added[2]; };  // of a thread's two rows: their sums before, and what a tile added
 
-template <int N, bool BF16, bool SINK> struct Softmax {
+template <int N, bool BF16, bool SINK, bool SCORE> struct Softmax {
   // bfloat16 weights have float32's range: a reference above the maximum leaves room for scores that grow. float16's
   // have not.
   static constexpr float margin = BF16 ? 30.f : 4.f, limit = BF16 ? 1.0995116e12f : 32768.f;
@@ -75,7 +75,8 @@ template <int N, bool BF16, bool SINK> struct Softmax {
       if (bound[r] == INF) bound[r] = room;
     }
   }
-  DEVICE bool unseen(int r) const { return top[r] == -MOST; }  // whether all keys of the row were masked so far
+  // Whether all keys of the row were masked so far. A row that saw scores of -MOST, as biases make them, has a bound
+  DEVICE bool unseen(int r) const { return top[r] == -MOST && (!SCORE || bound[r] == 0.f); }
   DEVICE bool late() const { return __any_sync(ALL, unseen(0) || unseen(1)); }
 
   // Weights for scores, and their sums: the fast form, right where it says so. If there are `late` rows, these scores give
