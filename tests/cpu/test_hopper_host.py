@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sartor
@@ -116,32 +116,56 @@ def measure(heads, slices, groups, dim=128, **options):
     return Measure.of(Problem.of(Call(q, q, q, **options)), Tile(64 * groups, 64, 4 * (groups + 1), 4))
 
 
-def slices_of(number, deal, groups):
-    """(head, slice) that a block is given under a number, as `share` in schedule.cuh says."""
-    part, pieces = number - deal.whole, -(-groups // deal.width)
-    if part < 0:
-        return [(number // deal.tiles_head, number % deal.tiles_head * groups + i) for i in range(groups)]
+def slices_of(number, deal, m, section):
+    """(head, slice) that a block is given under a number, as `share` and `locate` in schedule.cuh say."""
+    part, pieces = number - deal.whole, -(-m.groups // deal.width)
+
+    def locate(number):
+        if not m.balanced:
+            return number // deal.tiles_head, number % deal.tiles_head
+        heads = (deal.whole + deal.parts // pieces) // deal.tiles_head
+        begin = number // (deal.tiles_head * section) * section
+        width, left = min(section, heads - begin), number - begin * deal.tiles_head
+        return begin + left % width, deal.tiles_head - 1 - left // width
+
     if part >= deal.parts:
-        return [(part - deal.parts, deal.tiles_head * groups + i) for i in range(groups)]
-    number, first = deal.whole + part // pieces, part % pieces * deal.width
-    tile = number % deal.tiles_head * groups
-    return [(number // deal.tiles_head, tile + first + i) for i in range(min(deal.width, groups - first))]
+        return [(part - deal.parts, deal.tiles_head * m.groups + i) for i in range(m.groups)]
+    head, tile = locate(number if part < 0 else deal.whole + part // pieces)
+    first, count = (0, m.groups) if part < 0 else (part % pieces * deal.width, deal.width)
+    return [(head, tile * m.groups + i) for i in range(first, min(first + count, m.groups))]
 
 
+@settings(deadline=None)
 @given(
     heads=st.integers(1, 300),
     slices=st.integers(1, 90),
     groups=st.integers(1, 3),
     sms=st.sampled_from([1, 7, 114, 132]),
+    options=st.sampled_from([{}, {"window": (900, 0)}, {"causal": True}]),
 )
-def test_every_slice_is_dealt_out_once(heads, slices, groups, sms):
-    m = measure(heads, slices, groups)
+def test_every_slice_is_dealt_out_once(heads, slices, groups, sms, options):
+    m = measure(heads, slices, groups, **options)
     deal = m.deal(sms)
-    dealt = [pair for number in range(deal.tiles) for pair in slices_of(number, deal, groups)]
-    real = [(head, i) for head, i in dealt if i < slices]
+    section = m.section
+    dealt = [pair for number in range(deal.tiles) for pair in slices_of(number, deal, m, section)]
+    first = deal.tiles_head * groups - slices if m.balanced else 0  # the tile that is not full comes first there
+    real = [(head, i) for head, i in dealt if first <= i < first + slices]
     assert len(set(real)) == len(real) == heads * slices
     assert m.parted or deal.tiles == deal.whole
     assert not m.parted or deal.whole % sms == 0
+
+
+def test_no_tile_in_which_warpgroups_wait_for_ever():
+    """With one stage of keys, who passes over a key tile would hold it for who waits for the next one."""
+    for options in ({}, {"causal": True}, {"window": (900, 0)}):
+        m = measure(2, 3 * LONG, 2, dim=64, **options)
+        narrow = replace(m, stages_k=1, stages_v=1)
+        assert narrow.stuck
+        assert not m.stuck
+        assert not replace(narrow, groups=1).stuck
+        found = list(HopperForward().tiles(m.p, ARCHITECTURES[90]))
+        assert found
+        assert not any(t.stages == 2 and t.block_m > 64 for t in found)
 
 
 def test_parts_end_sooner():
@@ -229,3 +253,16 @@ def test_macros_follow_the_problem():
     assert m.staged
     for change in ({"dim_v": 33}, {"out_dtype": torch.float32}):
         assert not type(m).of(replace(m.p, **change), m.tile).staged  # rows of out that no copy can store
+
+
+@pytest.mark.parametrize("dims", [(33, 64), (64, 33)])
+def test_what_is_not_padded_may_lie_anywhere(driver, dims):
+    """Columns of one are a multiple of 8, those of the other are not: it is copied too, where it is off 16 bytes."""
+    dim, dim_v = dims
+    q = torch.zeros(1, 64, 2, dim + 1, dtype=torch.bfloat16)[..., 1:]
+    v = torch.zeros(1, 64, 2, dim_v + 1, dtype=torch.bfloat16)[..., 1:]
+    sartor.attention(q, q, v)
+    assert driver.maps
+    for address, _, strides in driver.maps:
+        assert address % 16 == 0
+        assert all(n % 16 == 0 for n in strides)

@@ -70,12 +70,6 @@ class HopperBackward(TritonBackward):
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """dq, dk, dv, dsinks: `prepare`, the launches of CUDA C++, those over what they marked."""
-        if x.q.device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(x.q.device):
-                return self._run(plan, x, saved)
-        return self._run(plan, x, saved)
-
-    def _run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         p = plan.problem
         work = self.workspace(p, x, saved)
         changed = self.changed(x, saved, work)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from struct import Struct
 from typing import Any, cast
 
@@ -50,7 +50,7 @@ class HopperForward:
             why.append(f"needs head dims up to {MAX_DIM}, got {p.dim} and {p.dim_v}")
         if not p.rows_on_16_bytes and p.dim % 8 == 0 and p.dim_v % 8 == 0:
             why.append("needs rows of q, k and v that start on 16 bytes, got strides or addresses that do not")
-        return why
+        return why or launch.no_tile(self, p, dev)
 
     def measure(self, p: Problem, tile: Tile) -> Measure:
         """What the kernel is cut to."""
@@ -60,7 +60,8 @@ class HopperForward:
         """Tiles that fit shared memory and registers, best guess first."""
         for g, n, s in _grid(p):
             m = self.measure(p, Tile(64 * g, n, 4 * (g + 1), s))
-            if m.accumulators + 8 * len(m.near) <= m.registers and m.shared_bytes <= launch.room(dev):
+            fits = m.accumulators + 8 * len(m.near) <= m.registers and m.shared_bytes <= launch.room(dev)
+            if fits and not m.stuck:
                 yield m.tile
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
@@ -82,9 +83,6 @@ class HopperForward:
         ready: Any = plan.cache.get(x.layout)  # copies of padded rows lie as their layout has it
         if ready is None:
             ready = plan.cache[x.layout] = Ready.of(self.compile(plan.problem, plan.tile), plan, x)  # type: ignore[arg-type]
-        if x.q.device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(x.q.device):
-                return ready.run(x)  # type: ignore[no-any-return]
         return ready.run(x)  # type: ignore[no-any-return]
 
 
@@ -101,9 +99,13 @@ def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
 
 
 def _padded(t: torch.Tensor) -> torch.Tensor:
-    """The tensor with its last dim a multiple of 8: itself, or a copy with up to 7 columns of zeros."""
+    """The tensor with its last dim a multiple of 8: itself, or a copy with up to 7 columns of zeros. It is copied if
+    its rows do not start on 16 bytes, as beside one that is padded they need not."""
     missing = -t.shape[3] % 8
-    return torch.nn.functional.pad(t, (0, missing)) if missing else t
+    if missing:
+        return torch.nn.functional.pad(t, (0, missing))
+    steps = [2 * t.stride(i) for i in range(3) if t.shape[i] > 1]
+    return t.clone(memory_format=torch.contiguous_format) if any(n % 16 for n in (t.data_ptr(), *steps)) else t
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,12 @@ class Measure:
         return self.groups > 1 and not (self.q_registers and self.dim >= 128)
 
     @property
+    def stuck(self) -> bool:
+        """Whether warpgroups could wait for each other for ever: who passes over a key tile holds it until its turn,
+        which whoever works on that tile passes on when the next one is there. With one stage it never is."""
+        return self.stages_k == 1 and self.turns and (self.mask > 0 or self.parted)
+
+    @property
     def balanced(self) -> bool:
         """Whether blocks claim tiles from one counter, the longest first; otherwise every so many-th is a block's."""
         return self.mask > 0
@@ -350,6 +358,21 @@ class Measure:
         }  # fmt: skip
 
 
+_WORKSPACES: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+
+
+def workspace(size: int, device: torch.device) -> torch.Tensor:
+    """int32: the scheduler's counters, which every launch leaves as zeros, and room for marks, of which it reads only
+    what it wrote. One a stream, whose launches do not overlap, as large as any wanted; a captured graph has its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(size, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _WORKSPACES.get(key)
+    if found is None or found.numel() < size:
+        found = _WORKSPACES[key] = torch.zeros(size, dtype=torch.int32, device=device)
+    return found
+
+
 @dataclass
 class Ready:
     """The compiled kernel with what does not change between calls of one key."""
@@ -364,7 +387,6 @@ class Ready:
     maps: tuple[nvrtc.TensorMaps, ...]  # of q, k, v
     out_maps: nvrtc.TensorMaps | None  # of a warp's rows of out, if the copy engine stores them
     lse: torch.Tensor  # one number, expanded to lse's shape: `empty_like` parses less than `empty`
-    spaces: dict[int, torch.Tensor] = field(default_factory=dict)  # the scheduler's counters and the marks
 
     @classmethod
     def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands) -> Ready:
@@ -403,7 +425,7 @@ class Ready:
         maps_q, maps_k, maps_v = self.maps
         work, inputs = None, b""
         if self.strides:
-            work = host.stream_zeros(self.spaces, MARKS + self.marks, q.device)
+            work = workspace(MARKS + self.marks, q.device)
             of_q, of_k, of_v = self.strides
             inputs = INPUTS.pack(at_q, *of_q, at_k, *of_k, at_v, *of_v)
         at_out = out.data_ptr()

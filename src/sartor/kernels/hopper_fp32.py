@@ -73,17 +73,6 @@ class HopperFp32:
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """out (b, sq, hq, dv) and lse (b, hq, sq)."""
-        if x.q.device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(x.q.device):
-                return self._run(plan, x)
-        return self._run(plan, x)
-
-    def notes(self, p: Problem) -> Iterable[str]:
-        """Memory that a call takes besides its results."""
-        size = sum(split.nbytes(p.batch, p.seqlen_kv, p.heads_kv, d) for d in (p.dim, p.dim_v))
-        yield f"the forward splits k and v into pairs of float16: {size / 2**20:.1f} MiB beside them"
-
-    def _run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         p, device = plan.problem, x.q.device
         lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32, device=device)
         marks = torch.empty(p.batch * p.heads_q * -(-p.seqlen_q // 64), dtype=torch.int32, device=device)
@@ -104,6 +93,11 @@ class HopperFp32:
             launch.run(fp32_forward.SPEC.again(ready.portable, x, results), plan.cache, "again")
         return results.out, lse
 
+    def notes(self, p: Problem) -> Iterable[str]:
+        """Memory that a call takes besides its results."""
+        size = sum(split.nbytes(p.batch, p.seqlen_kv, p.heads_kv, d) for d in (p.dim, p.dim_v))
+        yield f"the forward splits k and v into pairs of float16: {size / 2**20:.1f} MiB beside them"
+
 
 class Measure(hopper_forward.Measure):
     """What the kernel is cut to: see the head of `hopper_fp32.cuh`."""
@@ -122,7 +116,8 @@ class Measure(hopper_forward.Measure):
     def section(self) -> int:
         """Heads whose tiles are in flight together: as many as fill 32 MB with keys and values."""
         p = self.p
-        return max(SECTION_HEADS, (32 << 20) // (4 * p.seqlen_kv * (p.dim + p.dim_v)))
+        fit = (32 << 20) // (4 * p.seqlen_kv * (p.dim + p.dim_v))
+        return min(max(SECTION_HEADS, fit), p.batch * p.heads_kv)
 
     @property
     def held(self) -> int:
