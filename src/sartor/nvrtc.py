@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata, util
@@ -76,6 +77,11 @@ def missing() -> str:
         if found is None:
             return f'needs NVRTC through {module}, which is not installed: pip install "cuda-core[cu13]"'
     try:
+        with _IMPORTING:
+            from cuda.core import ObjectCode, Program  # noqa: F401 - elsewhere in old ones
+    except ImportError:
+        return f"needs cuda-core 0.7 or later, got {metadata.version('cuda-core')}"
+    try:
         compiler()
     except Exception as error:  # the binding raises its own kinds, by version
         return f"needs NVRTC, whose library was not found: {str(error).splitlines()[0]}"
@@ -99,9 +105,9 @@ def compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: $SARTOR_CACHE, else the user's cache folder."""
-    chosen = os.environ.get("SARTOR_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sartor"
+    """Where cubins are kept: $SARTOR_CACHE, else the user's cache folder. One without a home has `~` for it."""
+    chosen = os.environ.get("SARTOR_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "sartor")
+    return Path(os.path.expanduser(chosen))
 
 
 def headers(source: str, include: Path | None) -> dict[str, str]:
@@ -234,13 +240,15 @@ def _read(file: Path) -> Binary | None:
 def _write(file: Path, binary: Binary) -> None:
     facts = {"log": binary.log, "arch": binary.arch, "resources": {k: asdict(r) for k, r in binary.resources.items()}}
     body = json.dumps(facts).encode() + b"\n" + binary.cubin
-    try:
+    with suppress(OSError):  # a cache that cannot be written is no reason to fail; `sartor doctor` shows it
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
             temporary.write(FORMAT + hashlib.sha256(body).digest() + body)
-        os.replace(temporary.name, file)
-    except OSError:
-        return  # a cache that cannot be written is no reason to fail; `sartor doctor` shows it
+        try:
+            os.chmod(temporary.name, 0o644)  # other users of a shared cache may read it
+            os.replace(temporary.name, file)
+        except OSError:
+            os.unlink(temporary.name)
 
 
 @cache
@@ -315,20 +323,20 @@ class Kernel:
 
     def _load(self, device: int) -> Any:
         """The driver's handle on a device; more shared memory than 48 KiB is asked for once, here."""
-        with _IMPORTING:
+        with _IMPORTING:  # a second thread's code would unload the first one's
             from cuda.bindings import driver
             from cuda.core import ObjectCode
 
-        if self._code is None:
-            self._code = ObjectCode.from_cubin(self.binary.cubin).get_kernel(self.name)
-        handle = driver.CUfunction(int(self._code.handle))
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        kernel = driver.CUkernel(int(self._code.handle))
-        (status,) = driver.cuKernelSetAttribute(limit, self.shared, kernel, driver.CUdevice(device))
-        if status != self._success:
-            raise LaunchError(f"{self.name} needs {self.shared} bytes of shared memory a block: {status.name}")
-        self._handles[device] = handle
-        return handle
+            if self._code is None:
+                self._code = ObjectCode.from_cubin(self.binary.cubin).get_kernel(self.name)
+            handle = driver.CUfunction(int(self._code.handle))
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            kernel = driver.CUkernel(int(self._code.handle))
+            (status,) = driver.cuKernelSetAttribute(limit, self.shared, kernel, driver.CUdevice(device))
+            if status != self._success:
+                raise LaunchError(f"{self.name} needs {self.shared} bytes of shared memory a block: {status.name}")
+            self._handles[device] = handle
+            return handle
 
 
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
