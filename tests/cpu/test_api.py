@@ -190,6 +190,22 @@ def test_registry():
 # ---- results
 
 
+@pytest.mark.parametrize(
+    ("name", "some"),
+    [
+        ("hopper_forward", "forward.cuh hopper_repair.cuh expressions.py spec.py launch.py core.py nvrtc.py"),
+        ("hopper_fp32_backward", "split.cuh hopper_backward.py triton_backward.py triton_forward.py algebra.py"),
+        ("triton_backward", "algebra.py codegen.py masks.py"),
+        ("torch_cpu", "blocked.py algebra.py expr.py"),
+    ],
+)
+def test_the_hash_of_a_kernel_holds_all_that_it_computes_with(name, some):
+    """Also what others it imports import: none may change what comes out and leave the hash as it was."""
+    files = kernels.sources(name)
+    assert {file.name for file in files} >= set(some.split())
+    assert len(files) == len(set(files))
+
+
 def test_out_dtype():
     q, k, v = inputs(dtype=torch.bfloat16)
     for family in ("blocked", "reference"):

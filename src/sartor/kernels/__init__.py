@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,6 @@ BACKWARD = (
     "hopper_backward", "hopper_fp32_backward", "fp32_backward", "triton_backward", "torch_cpu_backward",
     "blocked_backward", "reference_backward",
 )  # fmt: skip
-OTHERS = {  # kernels that are made from other kernels' files too
-    "hopper_fp32": ("hopper_forward", "fp32_forward", "triton_forward"),
-    "fp32_forward": ("triton_forward",),
-    "fp32_backward": ("fp32_forward", "triton_backward"),
-    "hopper_backward": ("triton_backward",),
-    "hopper_fp32_backward": ("hopper_backward", "fp32_backward", "fp32_forward", "triton_backward"),
-}
 
 
 @cache
@@ -37,19 +32,36 @@ def families() -> tuple[str, ...]:
 
 @cache
 def source_hash(name: str) -> str:
-    """Hash of what a kernel is made from: its own files, what they include, and for GPU kernels the code generators."""
+    """Hash of what a kernel is made from."""
+    digest = hashlib.sha256()
+    for file in sources(name):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def sources(name: str) -> list[Path]:
+    """The files: its own, those of kernels and code generators that it imports, what its device code includes, mods."""
     from sartor import nvrtc
 
     here = Path(__file__).parent
     own = here / f"{load(name).__module__.rsplit('.', 1)[-1]}.py"
-    files, device = [own], own.with_suffix(".cuh")
+    found, left = set((here.parent / "mods").glob("*.py")), [own]
+    while left:
+        file = left.pop()
+        if file not in found:
+            found.add(file)
+            left += _imports(file, here.parent)
+    device = own.with_suffix(".cuh")
     if device.is_file():
-        files += [here / header for header in sorted(nvrtc.headers(f'#include "{device.name}"', here))]
-        files += [*sorted((here / "cuda").glob("*.py")), here.parent / "nvrtc.py"]
-    files += [here / f"{other}.py" for other in OTHERS.get(name, ())]
-    if name.startswith(("triton", "fp32", "hopper")):
-        files += [*sorted((here / "parts").glob("*.py")), here.parent / "mods" / "expr.py"]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
+        found |= {device, *(here / header for header in nvrtc.headers(f'#include "{device.name}"', here))}
+    return sorted(found)
+
+
+def _imports(file: Path, package: Path) -> Iterator[Path]:
+    """What a file imports of kernels, wherever in it, and the run-time compiler."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            for module in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                path = package.parent / f"{module.replace('.', '/')}.py"
+                if path.is_file() and (path.is_relative_to(package / "kernels") or path == package / "nvrtc.py"):
+                    yield path
