@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sartor.device import Device
-from sartor.kernels.fp32_forward import MOST_ROWS, exact, exact_bytes, reasons, widest
+from sartor.kernels.fp32_forward import COLUMNS, MOST_ROWS, exact, exact_bytes, reasons, widest
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Saved, Tile
 from sartor.kernels.triton_backward import TritonBackward
@@ -44,10 +44,12 @@ class Fp32Backward(TritonBackward):
             registers = held * (d + dv + min(max(d, dv), 128) + 2 * stepped) // (32 * warps)  # a thread
             if registers > 256 or held < 4 * warps or max(held, stepped) > MOST_ROWS:
                 continue
-            if 90 <= dev.arch < 120 and held < 64 and max(d, dv) <= 128:
+            if dev.arch == 90 and held < 64 and max(d, dv) <= 128:
                 continue  # wgmma multiplies 64 rows at a time
+            if not launch.sums_fit(dev, held, COLUMNS):
+                continue
             for stages in (2, 3, 1):
-                if max(self.smem_bytes(p, stepped, held, stages), exact_bytes(d + dv, held)) <= launch.room(dev):
+                if max(self.smem_bytes(p, stepped, held, stages), exact_bytes(p, d + dv, held)) <= launch.room(dev):
                     yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
 
     def steps(

@@ -22,9 +22,10 @@ from sartor.kernels.triton_forward import Results, TritonForward
 from sartor.problem import Problem
 
 if launch.available():
-    from sartor.kernels.parts import products, split, tiles
+    from sartor.kernels.parts import codegen, products, split, tiles
 
 MOST_DIM = 256
+COLUMNS = 592  # that sums of triples take in tensor memory, at least
 MOST_ROWS = 128  # of a tile: no more than a segment of split.py
 
 
@@ -66,11 +67,13 @@ class Fp32Forward(TritonForward):
             registers = block_m * (wide + min(wide, widest(wide)) + 2 * block_n) // (32 * warps)  # a thread
             if registers > 230 or block_m < 8 * warps:
                 continue
-            if 90 <= dev.arch < 120 and block_m < 64:
+            if dev.arch == 90 and block_m < 64:
                 continue  # wgmma multiplies 64 rows at a time
+            if not launch.sums_fit(dev, block_m, COLUMNS):
+                continue
             for stages in (2, 3, 1):
                 size = self.smem_bytes(p, block_m, block_n, stages) - held_bytes(p, dev, block_m)
-                if max(size, exact_bytes(p.dim, block_m)) <= launch.room(dev):
+                if max(size, exact_bytes(p, p.dim, block_m)) <= launch.room(dev):
                     yield Tile(block_m, block_n, warps, stages)
 
     def smem_bytes(self, p: Problem, block_m: int, block_n: int, stages: int) -> int:
@@ -136,9 +139,10 @@ def held_bytes(p: Problem, dev: Device, rows: int) -> int:
     return 2 * rows * p.dim if dev.arch == 90 and products.holds(p.dim, p.dim_v) else 0
 
 
-def exact_bytes(dims: int, rows: int) -> int:
-    """Upper estimate of the second computation's shared memory: triples of what it holds, chunks of what it visits."""
-    return 6 * 16 * -(-dims // 16) * rows + 8192
+def exact_bytes(p: Problem, dims: int, rows: int) -> int:
+    """Upper estimate of the second computation's shared memory: triples of what it holds, chunks of what it visits, and
+    what mods read."""
+    return 6 * 16 * -(-dims // 16) * rows + 8192 + codegen.tile_bytes(p.program, rows, 32)
 
 
 def exact_tile(p: Problem, tile: Tile) -> Tile:

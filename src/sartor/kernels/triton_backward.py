@@ -505,6 +505,8 @@ class TritonBackward:
             accumulators = held * (d + dv + 2 * stepped) // (32 * warps)  # float32 registers a thread
             if accumulators > (140 if small else 200) or held < 16 * warps // 4 or (small and stepped * held > 2048):
                 continue
+            if not launch.sums_fit(dev, held, self.columns(p, stepped)):
+                continue
             for stages in (2, 3, 1):
                 if self.smem_bytes(p, stepped, held, stages) <= launch.room(dev):
                     yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
@@ -516,6 +518,12 @@ class TritonBackward:
         turned = tile.then and Tile(tile.then.block_n, tile.then.block_m, tile.then.warps, tile.then.stages)
         alone = {Tile(t.block_m, t.block_n, t.warps, t.stages) for t in legal}
         return first in alone and turned in alone
+
+    def columns(self, p: Problem, stepped: int) -> int:
+        """Of 32 bits, of all that products sum up, chunk by chunk, and of the scores that are multiplied."""
+        chunks = [tiles.chunks(n) for n in (p.dim, p.dim_v)]
+        gradients = sum(width for both in chunks for _, width in both)
+        return sum(map(len, chunks)) * stepped + gradients + 2 * stepped * p.dtype.itemsize // 4
 
     def smem_bytes(self, p: Problem, stepped: int, held: int, stages: int) -> int:
         """Upper estimate of shared memory: held tiles; stepped tiles and what mods read for every stage; scores."""

@@ -217,11 +217,18 @@ class TritonForward:
                 continue
             if block_m < (4 if small else 8) * warps:
                 continue  # a warp multiplies 16 rows, or shares them with others
-            if dev.arch >= 90 and not small and block_m < 64 and wide <= 256:
+            if dev.arch == 90 and not small and block_m < 64 and wide <= 256:
                 continue  # wgmma multiplies 64 rows at a time
+            if not launch.sums_fit(dev, block_m, self.columns(p, block_n)):
+                continue
             for stages in (3, 2, 4, 1):
                 if self.smem_bytes(p, block_m, block_n, stages) <= launch.room(dev):
                     yield Tile(block_m, block_n, warps, stages)
+
+    def columns(self, p: Problem, block_n: int) -> int:
+        """Of 32 bits, of all that products sum up, chunk by chunk, and of the weights."""
+        output = sum(width for _, width in tiles.wide_chunks(p.dim_v))
+        return len(tiles.chunks(p.dim)) * block_n + output + block_n * p.dtype.itemsize // 4
 
     def smem_bytes(self, p: Problem, block_m: int, block_n: int, stages: int) -> int:
         """Upper estimate of shared memory: the q tile, and for every stage key and value tiles and what mods read."""

@@ -17,6 +17,7 @@ LOG2_E = 1.4426950408889634
 RUNTIME = ("batch", "heads_q", "seqlen_q", "seqlen_kv")  # what a kernel is not compiled anew for
 EMPTY: Mapping[str, dict[str, Any]] = {}
 PLAIN = {"units": (), "AGAIN": False, "SAFE": False}  # a first launch on tensors as they are, not on pairs
+TENSOR_COLUMNS = 512  # of tensor memory, of 32 bits
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -29,8 +30,6 @@ def reasons(p: Problem, dev: Device) -> list[str]:
         why.append("needs an NVIDIA GPU, the tensors are on a CPU")
     elif not dev.is_cpu and dev.arch < 80:
         why.append(f"needs compute capability >= 8.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
-    elif dev.arch // 10 == 10 and p.dtype.itemsize == 2 and p.program.keep is not None and version() == (3, 6):
-        why.append("needs another Triton: 3.6 does not compile masks of 16-bit floats for compute capability 10.x")
     if p.dtype not in DTYPES:
         why.append(f"needs float16, bfloat16 or float32, got {p.dtype}")
     return why
@@ -68,8 +67,21 @@ def interpreted() -> bool:
 
 
 def room(dev: Device) -> int:
-    """Shared memory a block may have; the interpreter has no limit worth modelling."""
-    return dev.smem_bytes or 227 << 10
+    """Shared memory a block may be given: not all of it where the compiler takes more than estimates say. The
+    interpreter has no limit worth modelling."""
+    size = dev.smem_bytes or 227 << 10
+    return size * 7 // 8 if tensor_memory(dev) else size
+
+
+def tensor_memory(dev: Device) -> bool:
+    """Whether products of 64 rows or more are summed up in a memory of their own, as on a B200."""
+    return 100 <= dev.arch < 120
+
+
+def sums_fit(dev: Device, rows: int, columns: int) -> bool:
+    """Whether there is room for the sums of a tile's products, `columns` of 32 bits side by side. On compute capability
+    10.x those of 64 rows or more lie in tensor memory; others are in registers, which kernels count themselves."""
+    return rows < 64 or columns <= TENSOR_COLUMNS or not tensor_memory(dev)
 
 
 def unit(*tensors: torch.Tensor) -> int:

@@ -25,11 +25,12 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one compiled kernel: registers a thread, bytes spilled, shared memory a block, and its SASS."""
+    """Of one compiled kernel: registers a thread, bytes spilled, shared and tensor memory a block, and its SASS."""
 
     registers: int
     spill_bytes: int
     shared_bytes: int
+    tensor_columns: int
     sass: str
     ptx: str
 
@@ -82,7 +83,8 @@ def _resources(compiled: Any) -> Resources:
     registers = int(re.search(r"REG:(\d+)", usage).group(1))  # type: ignore[union-attr]
     local = re.search(r"STACK:(\d+)", usage)
     spills = int(local.group(1)) if local else 0
-    return Resources(registers, spills, int(compiled.metadata.shared), sass, compiled.asm["ptx"])
+    columns = getattr(compiled.metadata, "tmem_size", 0) or 0
+    return Resources(registers, spills, int(compiled.metadata.shared), columns, sass, compiled.asm["ptx"])
 
 
 def _output(*command: Any) -> str:

@@ -123,7 +123,9 @@ def has_nonfinite(tile, CHUNKS: tl.constexpr):
     """1 when any element is NaN or infinite, else 0."""
     found = 0
     for i in tl.static_range(count(CHUNKS)):
-        found = tl.maximum(found, tl.max(tl.max(tl.where(finite(tile[i]), 0, 1), 1), 0))
+        rows = tl.max(tl.where(finite(tile[i]), 0, 1), 1)
+        # of a column and then of one element: Triton 3.6 compiles no plain reduction of these rows for sm_100
+        found = tl.maximum(found, tl.max(tl.max(rows[:, None], 0)))
     return found
 
 
