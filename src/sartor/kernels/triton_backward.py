@@ -501,9 +501,10 @@ class TritonBackward:
         """Tiles that fit shared memory and registers, best guess first; the same measure for dk, dv and for dq."""
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
         small = p.dtype == torch.float32
+        most = 140 if small else 200 if 90 <= dev.arch < 120 else 160  # elsewhere operands are in registers too
         for stepped, held, warps in itertools.product((64, 32, 16, 128), (128, 64, 32, 16), (8, 4)):
             accumulators = held * (d + dv + 2 * stepped) // (32 * warps)  # float32 registers a thread
-            if accumulators > (140 if small else 200) or held < 16 * warps // 4 or (small and stepped * held > 2048):
+            if accumulators > most or held < 16 * warps // 4 or (small and stepped * held > 2048):
                 continue
             if not launch.sums_fit(dev, held, self.columns(p, stepped)):
                 continue
@@ -532,6 +533,8 @@ class TritonBackward:
         mods = stages * max(codegen.tile_bytes(p.program, *sides) for sides in ((stepped, held), (held, stepped)))
         scores = 2 * stepped * held * size
         rest = max(scores, mods) if held >= 64 else scores + mods  # wgmma takes scores from registers
+        if held < 64 and stages == 1:  # a stepped tile, loaded to registers, is turned in shared memory
+            rest = max(rest, size * stepped * min(max(d, dv), 256))
         return size * (d + dv) * (held + stages * stepped) + rest
 
     def shared_bytes(self, plan: Plan) -> int:
