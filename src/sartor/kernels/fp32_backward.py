@@ -40,7 +40,7 @@ class Fp32Backward(TritonBackward):
         """Tiles that fit shared memory and registers, best guess first; the same measure for dk, dv and for dq."""
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
         steps, rows = ((16, 32), (64, 32, 16)) if max(d, dv) > 128 else ((64, 32, 16, 128), (128, 64, 32, 16))
-        for stepped, held, warps in itertools.product(steps, rows, (8, 4)):
+        for some, stepped, held, warps in itertools.product(launch.in_turn(dev, 2, 3, 1), steps, rows, (8, 4)):
             registers = held * (d + dv + min(max(d, dv), 128) + 2 * stepped) // (32 * warps)  # a thread
             if registers > 256 or held < 4 * warps or max(held, stepped) > MOST_ROWS:
                 continue
@@ -48,7 +48,7 @@ class Fp32Backward(TritonBackward):
                 continue  # wgmma multiplies 64 rows at a time
             if not launch.sums_fit(dev, held, COLUMNS):
                 continue
-            for stages in (2, 3, 1):
+            for stages in some:
                 if max(self.smem_bytes(p, stepped, held, stages), exact_bytes(p, d + dv, held)) <= launch.room(dev):
                     yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
 

@@ -502,13 +502,14 @@ class TritonBackward:
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
         small = p.dtype == torch.float32
         most = 140 if small else 200 if 90 <= dev.arch < 120 else 160  # elsewhere operands are in registers too
-        for stepped, held, warps in itertools.product((64, 32, 16, 128), (128, 64, 32, 16), (8, 4)):
+        sizes = (64, 32, 16, 128), (128, 64, 32, 16), (8, 4)
+        for some, stepped, held, warps in itertools.product(launch.in_turn(dev, 2, 3, 1), *sizes):
             accumulators = held * (d + dv + 2 * stepped) // (32 * warps)  # float32 registers a thread
             if accumulators > most or held < 16 * warps // 4 or (small and stepped * held > 2048):
                 continue
             if not launch.sums_fit(dev, held, self.columns(p, stepped)):
                 continue
-            for stages in (2, 3, 1):
+            for stages in some:
                 if self.smem_bytes(p, stepped, held, stages) <= launch.room(dev):
                     yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
 

@@ -211,7 +211,8 @@ class TritonForward:
         """Tiles that fit shared memory and registers, best guess first."""
         wide = 16 * -(-max(p.dim, p.dim_v) // 16)
         small = p.dtype == torch.float32
-        for block_m, block_n, warps in itertools.product((128, 64, 32, 16), (64, 128, 32, 16), (8, 4)):
+        sizes = (128, 64, 32, 16), (64, 128, 32, 16), (8, 4)
+        for some, block_m, block_n, warps in itertools.product(launch.in_turn(dev, 3, 2, 4, 1), *sizes):
             accumulators = block_m * (wide + block_n) // (32 * warps)  # float32 registers a thread
             if accumulators > (100 if small else 168) or (small and block_m * block_n > 4096):
                 continue
@@ -221,7 +222,7 @@ class TritonForward:
                 continue  # wgmma multiplies 64 rows at a time
             if not launch.sums_fit(dev, block_m, self.columns(p, block_n)):
                 continue
-            for stages in (3, 2, 4, 1):
+            for stages in some:
                 if self.smem_bytes(p, block_m, block_n, stages) <= launch.room(dev):
                     yield Tile(block_m, block_n, warps, stages)
 

@@ -84,6 +84,12 @@ def sums_fit(dev: Device, rows: int, columns: int) -> bool:
     return rows < 64 or columns <= TENSOR_COLUMNS or not tensor_memory(dev)
 
 
+def in_turn(dev: Device, *stages: int) -> tuple[tuple[int, ...], ...]:
+    """Stages of tiles, of which one comes last, in the order to try: those of a tuple size by size. Where products read
+    registers only, one stage is the last choice of all: what it loads is in registers all the while, and spills."""
+    return (stages,) if 90 <= dev.arch < 120 else (stages[:-1], stages[-1:])
+
+
 def unit(*tensors: torch.Tensor) -> int:
     """How many elements 16 bytes are, if every row of every tensor starts on 16 bytes, else 1.
 
