@@ -162,8 +162,8 @@ class Problem:
             tuple(n for n, t in dense.items() if t.stride(3) != 1 and t.shape[3] > 1),
             call.out_dtype in (None, call.q.dtype) and d == dv
             and (call.q.is_contiguous() or call.q.transpose(1, 2).is_contiguous()),
-            all(_rows_on_16_bytes(t) for t in dense.values()),
-            all(_rows_on_16_bytes(t) for t in tables if t.shape[3] == skv > 1),
+            all(rows_on_16_bytes(t) for t in dense.values()),
+            all(rows_on_16_bytes(t) for t in tables if t.shape[3] == skv > 1),
         )  # fmt: skip
         return problem, template
 
@@ -207,7 +207,7 @@ def mask_class(p: Problem) -> str:
     return "window" if p.program.has_lower_end else "band"
 
 
-def _rows_on_16_bytes(t: torch.Tensor) -> bool:
+def rows_on_16_bytes(t: torch.Tensor) -> bool:
     """Of the tensor, or of the dense copy that is made of it."""
     size = t.element_size()
     if t.stride(3) != 1 and t.shape[3] > 1:

@@ -235,13 +235,20 @@ def test_streams_do_not_share_counters(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
     kept, cpu = {}, torch.device("cpu")
-    first = host.stream_zeros(kept, 8, cpu)
-    assert host.stream_zeros(kept, 8, cpu) is first
+    monkeypatch.setattr(host, "_WORKSPACES", kept)
+    first = host.workspace(cpu, 8)
+    assert host.workspace(cpu, 8) is first
+    assert host.workspace(cpu) is first
     now.stream = 2
-    assert host.stream_zeros(kept, 8, cpu).data_ptr() != first.data_ptr()
+    assert host.workspace(cpu, 8).data_ptr() != first.data_ptr()
     now.stream, now.capturing = 1, True
-    assert host.stream_zeros(kept, 8, cpu).data_ptr() != first.data_ptr()
+    assert host.workspace(cpu, 8).data_ptr() != first.data_ptr()
     assert len(kept) == 2
+    now.capturing = False
+    larger = host.workspace(cpu, 9)
+    assert larger.numel() > first.numel()
+    assert not larger.any()
+    assert host.workspace(cpu, 8) is larger
 
 
 def test_macros_follow_the_problem():

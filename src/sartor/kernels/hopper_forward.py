@@ -19,7 +19,7 @@ from sartor.device import Device
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
-from sartor.problem import Problem, mask_class
+from sartor.problem import Problem, mask_class, rows_on_16_bytes
 
 SIGNATURE = "TTMMMPPPPqqqiiiiiiiiiiff"  # of the kernel, before the aux values
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
@@ -30,7 +30,6 @@ STEP_WIDE = STEP | {1: 1.4}  # of head dims beyond 128
 STEP_MASKED = {1: 1.8, 2: 2.3, 3: 3.0}  # under a mask, where few warpgroups wait for their own chain of products
 EVERY = 1 << 16  # rounds, more than there are
 ENDS = 2  # key tiles that the ends of a query tile take as long as
-MARKS = 4  # where they begin in the workspace, after the scheduler's counters
 
 
 class HopperForward:
@@ -104,8 +103,7 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
     missing = -t.shape[3] % 8
     if missing:
         return torch.nn.functional.pad(t, (0, missing))
-    steps = [2 * t.stride(i) for i in range(3) if t.shape[i] > 1]
-    return t.clone(memory_format=torch.contiguous_format) if any(n % 16 for n in (t.data_ptr(), *steps)) else t
+    return t if rows_on_16_bytes(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -358,21 +356,6 @@ class Measure:
         }  # fmt: skip
 
 
-_WORKSPACES: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
-
-
-def workspace(size: int, device: torch.device) -> torch.Tensor:
-    """int32: the scheduler's counters, which every launch leaves as zeros, and room for marks, of which it reads only
-    what it wrote. One a stream, whose launches do not overlap, as large as any wanted; a captured graph has its own."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(size, dtype=torch.int32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    found = _WORKSPACES.get(key)
-    if found is None or found.numel() < size:
-        found = _WORKSPACES[key] = torch.zeros(size, dtype=torch.int32, device=device)
-    return found
-
-
 @dataclass
 class Ready:
     """The compiled kernel with what does not change between calls of one key."""
@@ -425,7 +408,7 @@ class Ready:
         maps_q, maps_k, maps_v = self.maps
         work, inputs = None, b""
         if self.strides:
-            work = workspace(MARKS + self.marks, q.device)
+            work = host.workspace(q.device, self.marks)
             of_q, of_k, of_v = self.strides
             inputs = INPUTS.pack(at_q, *of_q, at_k, *of_k, at_v, *of_v)
         at_out = out.data_ptr()

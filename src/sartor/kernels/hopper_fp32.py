@@ -7,7 +7,7 @@ queries that pairs do not do, and those of `fp32_forward` over what is marked.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -181,7 +181,6 @@ class Ready:
     numbers: tuple[Any, ...]
     maps: tuple[nvrtc.TensorMaps, nvrtc.TensorMaps]  # of the pairs of k, v
     portable: Plan  # of fp32_forward, for the launches that are its
-    counters: dict[int, torch.Tensor] = field(default_factory=dict)  # the scheduler's, the splitters'
 
     @classmethod
     def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands, out: torch.Tensor) -> Ready:
@@ -216,7 +215,7 @@ class Ready:
             for d in (p.dim, p.dim_v)
         )
         units = torch.zeros(heads * tiles, dtype=torch.int64, device=device)
-        work = host.stream_zeros(self.counters, 4, device)
+        work = host.workspace(device)
         self.kernel.launch(self.grid, (
             self.maps[0][k.data_ptr()], self.maps[1][v.data_ptr()],
             x.q.data_ptr(), *at_q, x.k.data_ptr(), *at_k, x.v.data_ptr(), *at_v,

@@ -501,7 +501,7 @@ class TritonBackward:
         """Tiles that fit shared memory and registers, best guess first; the same measure for dk, dv and for dq."""
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
         small = p.dtype == torch.float32
-        most = 140 if small else 200 if 90 <= dev.arch < 120 else 160  # elsewhere operands are in registers too
+        most = 140 if small else 160 if launch.only_registers(dev) else 200  # there operands are in registers too
         sizes = (64, 32, 16, 128), (128, 64, 32, 16), (8, 4)
         for some, stepped, held, warps in itertools.product(launch.in_turn(dev, 2, 3, 1), *sizes):
             accumulators = held * (d + dv + 2 * stepped) // (32 * warps)  # float32 registers a thread

@@ -16,6 +16,8 @@ from sartor.problem import Problem, name_of
 FOLDER = Path(__file__).parent.parent
 # The shelves that know no macros. They come before a kernel's own, which are named as their templates' parameters are.
 SHELVES = tuple(f"cuda/{name}.cuh" for name in ("expressions", "near", "softmax", "split", "wgmma"))
+COUNTERS = 4  # two of the scheduler, two of who splits float32
+_WORKSPACES: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 
 
 def reasons(p: Problem, dev: Device) -> list[str]:
@@ -60,15 +62,18 @@ def build(m: Cut, dtype: str, file: str, widths: Iterable[int]) -> nvrtc.Binary:
     return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name=f"{file}.cu")
 
 
-def stream_zeros(kept: dict[int, torch.Tensor], size: int, device: torch.device) -> torch.Tensor:
-    """int32 zeros that every launch leaves as zeros: one a stream, in `kept`, since launches on different streams may
-    overlap. A captured graph has its own, which the graph clears."""
+def workspace(device: torch.device, marks: int = 0) -> torch.Tensor:
+    """int32: COUNTERS, which every launch leaves as zeros, and room for marks, of which a launch reads only what it
+    wrote. One a stream, since launches on different streams may overlap, as large as any wanted; a captured graph has
+    its own, which the graph clears."""
+    size = COUNTERS + marks
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(size, dtype=torch.int32, device=device)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    if stream not in kept:
-        kept[stream] = torch.zeros(size, dtype=torch.int32, device=device)
-    return kept[stream]
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _WORKSPACES.get(key)
+    if found is None or found.numel() < size:
+        found = _WORKSPACES[key] = torch.zeros(size, dtype=torch.int32, device=device)
+    return found
 
 
 def width(dim: int, few: int) -> int:

@@ -84,10 +84,15 @@ def sums_fit(dev: Device, rows: int, columns: int) -> bool:
     return rows < 64 or columns <= TENSOR_COLUMNS or not tensor_memory(dev)
 
 
+def only_registers(dev: Device) -> bool:
+    """Whether products read registers only: where there is neither wgmma nor tensor memory."""
+    return dev.arch != 90 and not tensor_memory(dev)
+
+
 def in_turn(dev: Device, *stages: int) -> tuple[tuple[int, ...], ...]:
     """Stages of tiles, of which one comes last, in the order to try: those of a tuple size by size. Where products read
     registers only, one stage is the last choice of all: what it loads is in registers all the while, and spills."""
-    return (stages,) if 90 <= dev.arch < 120 else (stages[:-1], stages[-1:])
+    return (stages[:-1], stages[-1:]) if only_registers(dev) else (stages,)
 
 
 def unit(*tensors: torch.Tensor) -> int:
