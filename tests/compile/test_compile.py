@@ -35,7 +35,7 @@ HOT = ("forward", "dkdv", "dq")
 ROWS = [json.loads(line) for line in (files("sartor.tuning") / "data" / "sm90.jsonl").read_text().splitlines()]
 OFTEN = (64, 80, 96, 128, 256)  # head dims whose rows every run compiles; `-m slow` compiles the others
 MEASURED_WITH = "3.6.0"  # Triton of the rows
-ELSEWHERE_BYTES = 1024  # what a tile may spill more, by thread, under another release
+ELSEWHERE_BYTES = 512  # what a row may spill, by thread, under another release
 # Nobody tuned for these: some of the first legal tiles spill. More than this would be news.
 FIRST_TILE_BYTES = {(100, "dkdv", 104, "band"): 8, (100, "dq", 104, "band"): 24}
 
@@ -160,9 +160,8 @@ def test_first_tile_of_other_architectures(arch, dim, mask, kernel):
         assert found.shared_bytes <= device.smem_bytes, name
         assert found.tensor_columns <= launch.TENSOR_COLUMNS, name
         if name in HOT:
-            assert found.count("HMMA") or found.count("UTCHMMA"), name
-            more = 0 if triton.__version__ == MEASURED_WITH else ELSEWHERE_BYTES
-            assert spilled(found) <= FIRST_TILE_BYTES.get((arch, name, dim, mask), 0) + more, name
+            assert found.count("HMMA") or (arch == 100 and found.count("UTCHMMA")), name
+            assert spilled(found) <= FIRST_TILE_BYTES.get((arch, name, dim, mask), 0), name
             if arch == 80:
                 assert found.shared_bytes <= estimate(kernel, call, step), name
 

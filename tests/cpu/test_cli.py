@@ -53,7 +53,7 @@ def test_version() -> None:
         (("explain", "--device", "sm²"), "got 'sm²'"),
         (("explain", "--batch", "-1"), "batch must be a positive number, got -1"),
         (("ladder", "run", "1", "--n", "0"), "seqlen_q must be a positive number, got 0"),
-        (("ladder", "show", "1", "--sass", "--arch", "5"), "rung 01 for sm_5"),
+        (("ladder", "show", "1", "--sass", "--arch", "5"), "rung 01 for sm_5: needs sm_"),
         (("ladder", "show", "4", "--sass", "--dim", "3"), "takes head dims 32, 64"),
         (("bench", "--mask", "full", "--causal", "yes"), "--causal is short for --mask"),
         (("bench", "--quick", "--modes", "decode"), "got 'decode'"),
