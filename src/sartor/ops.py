@@ -39,7 +39,8 @@ class Prepared:
         if layout != "bshd" and not self.any_layout:
             q, k, v, layout = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), "bshd"
         if self.problem.copies:
-            q, k, v = (t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous() for t in (q, k, v))
+            named = zip("qkv", (q, k, v), strict=True)
+            q, k, v = (t.contiguous() if name in self.problem.copies else t for name, t in named)
         sinks = call.sinks
         if sinks is not None:  # as lse is: kernels read them by their address
             sinks = sinks.to(wide(q.dtype)).contiguous()

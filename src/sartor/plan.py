@@ -102,6 +102,6 @@ def explain(p: Problem, dev: Device) -> Explanation:
         p = replace(p, device="cpu" if dev.is_cpu else "cuda")
     refused, plan = _walk(candidates(p), p, dev)
     refused_backward, backward = _walk(plan.kernel.backwards, p, dev) if plan else ({}, None)  # type: ignore[attr-defined]
-    notes = [f"{name} is copied once: its last dim is not dense" for name in p.copies]
+    notes = [f"{name} is copied once: its last dim is not dense, or its rows lie too far apart" for name in p.copies]
     notes += [note for chosen in (plan, backward) if chosen is not None for note in chosen.notes]
     return Explanation(p, dev, refused, plan, refused_backward, backward, tuple(notes))

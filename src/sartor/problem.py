@@ -16,6 +16,7 @@ from sartor.mods.core import Mask, Program, Score, four_dims, resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DIM = 512
+FARTHEST = 2**24  # elements from row to row, with up to 128 rows in a tile
 LEAST, LARGEST = 2.0**-149, 2.0**127  # of a factor in float32, with room for log2(e) beside it
 PRECISIONS = ("ieee", "tf32")
 ALIGNMENTS = ("bottom_right", "top_left")
@@ -159,7 +160,7 @@ class Problem:
             program, mask.name if mask else "full", score.name if score else "", call.sinks is not None,
             None if call.bias is None or not call.bias_gradient else tuple(four_dims(call.bias).shape),
             call.bits_repeat, call.precision, call.kernel,
-            tuple(n for n, t in dense.items() if t.stride(3) != 1 and t.shape[3] > 1),
+            tuple(name for name, t in dense.items() if is_copied(t)),
             call.out_dtype in (None, call.q.dtype) and d == dv
             and (call.q.is_contiguous() or call.q.transpose(1, 2).is_contiguous()),
             all(rows_on_16_bytes(t) for t in dense.values()),
@@ -207,10 +208,15 @@ def mask_class(p: Problem) -> str:
     return "window" if p.program.has_lower_end else "band"
 
 
+def is_copied(t: torch.Tensor) -> bool:
+    """Whether kernels are given a dense copy of (b, s, h, d): some add up places within a tile in 32 bits."""
+    return (t.stride(3) != 1 and t.shape[3] > 1) or (t.stride(1) > FARTHEST and t.shape[1] > 1)
+
+
 def rows_on_16_bytes(t: torch.Tensor) -> bool:
     """Of the tensor, or of the dense copy that is made of it."""
     size = t.element_size()
-    if t.stride(3) != 1 and t.shape[3] > 1:
+    if is_copied(t):
         return t.shape[3] * size % 16 == 0
     plain = type(t) in (torch.Tensor, torch.nn.Parameter)  # others, fake ones among them, may have no address
     address = t.data_ptr() if plain else int(t.storage_offset()) * size

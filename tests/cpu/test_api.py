@@ -18,11 +18,12 @@ import sartor
 from sartor import kernels, mods, nvrtc, ops, problem, testing
 from sartor.device import ARCHITECTURES, CPU
 from sartor.errors import Unsupported
-from sartor.kernels import blocked
+from sartor.kernels import blocked, triton_backward
 from sartor.kernels.blocked import BACKWARD_SPEC
+from sartor.kernels.spec import Saved
 from sartor.mods import core
 from sartor.mods.core import resolve
-from sartor.problem import Call, Problem
+from sartor.problem import FARTHEST, Call, Problem, is_copied
 
 
 def inputs(sq=9, skv=13, dtype=torch.float32, **rest):
@@ -595,6 +596,21 @@ def test_rows_of_a_copy_start_where_its_width_says(dim, whole):
     k = torch.empty(1, 8, 2, 40, dtype=torch.bfloat16)[..., :dim]
     assert Problem.of(Call(k, k, k)).rows_on_16_bytes
     assert Problem.of(Call(testing.layouts(k)["last"], k, k)).rows_on_16_bytes == whole
+
+
+def test_rows_far_apart_are_copied():
+    """As with sequences outermost and large batches: 32 bits do not hold a row's place within a tile of 128."""
+    q, k, v = testing.make_inputs(1, 2, 2, 3, 3, 8, dtype=torch.float32, layout="bshd")
+    far = torch.empty(3, FARTHEST + 4)[:, :16].view(1, 3, 2, 8).copy_(k)
+    prepared = ops.prepare(Call(q, far, v))
+    assert prepared.problem.copies == ("k",)
+    assert prepared.operands(Call(q, far, v)).k.is_contiguous()
+    assert "k is copied once" in str(sartor.explain(q, far, v))
+    assert torch.equal(sartor.attention(q, far, v), sartor.attention(q, k, v))
+    assert not is_copied(far[:, :1])  # the next row is not there
+    saved = Saved(q, torch.zeros(1, 2, 3), far, None)
+    x = prepared.operands(Call(q, far, v))
+    assert triton_backward.SPEC.workspace(prepared.problem, x, saved)["dout"].is_contiguous()
 
 
 def test_items_that_are_taken_one_by_one(monkeypatch):

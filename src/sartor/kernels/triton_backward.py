@@ -21,7 +21,7 @@ from sartor.device import Device
 from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
-from sartor.problem import Problem
+from sartor.problem import Problem, is_copied
 
 if launch.available():
     import triton
@@ -665,7 +665,7 @@ class TritonBackward:
         """Gradients to fill, delta, lse in the log2 domain, and dout as the products want it: the inputs' dtype, dense
         in the last dim. `bad_q` and `bad_kv` mark the tiles to compute again."""
         dout = saved.dout.to(p.dtype)
-        work = {"dout": dout if dout.stride(3) == 1 else dout.contiguous()}
+        work = {"dout": dout.contiguous() if is_copied(dout) else dout}
         work |= {"delta": _rows(saved.lse), "lse_log2": _rows(saved.lse)}
         work |= {f"d{name}": _dense_like(t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v))}
         work["dlse"] = work["delta"] if saved.dlse is None else saved.dlse.contiguous()
