@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import replace
+from functools import reduce
 from importlib.resources import files
 
 import pytest
 import torch
 
+import dialects
 from sartor import kernels, mods, nvrtc
 from sartor.device import ARCHITECTURES
 from sartor.kernels.hopper_forward import Measure
@@ -137,6 +140,13 @@ def test_dims(dim):
 def test_dim_v(dim, dim_v):
     p = problem(dim, dim_v)
     check(p, next(iter(SPEC.tiles(p, DEVICE))))
+
+
+def test_masks_of_every_operator():
+    """The text of each alone is run on CPUs; here together, forward and backward."""
+    mask = reduce(operator.or_, (m for m, _ in dialects.make(100, 100, "meta").values()))
+    p = problem(64, lengths=(100, 100), mask=mask)
+    check(p, choose(p, DEVICE).tile)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 5, 32, 64])

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
+import dialects
 from sartor import mods
 from sartor.kernels.cuda import expressions
+from sartor.mods.core import Program
 from sartor.problem import Call, Problem
 
 
@@ -84,7 +91,7 @@ def test_what_cuda_would_take_otherwise():
         assert word in found
         assert "i64(imin(q, n.seqlen_q - 1)) * x.a0_q + imin(kv, n.seqlen_kv - 1)" in found
     found = text(mask=mods.Mask(lambda b, h, q, kv, aux: (q // 3 + kv % 5) % 2 == 0))
-    assert "modulo((floor_divide(q, 3) + modulo(kv, 5)), 2)" in found
+    assert "(((q / 3) + (kv % 5)) % 2)" in found
     assert [expressions._number(x) for x in (math.inf, -math.inf, 2**31, 0.5)] == [
         "INF",
         "-INF",
@@ -105,3 +112,51 @@ def test_ends_of_64_bits_are_narrowed():
     assert rows(mask=mods.prefix(ids[0, :1].int())).count("narrow(") == 0
     far = mods.Mask(lambda b, h, q, kv, aux: kv < 1 << 40, rows=lambda b, h, q, aux: (0, 1 << 40, 0, 0))
     assert "narrow(1099511627776ll)" in rows(mask=far)
+
+
+HOST = """
+#include <cmath>
+#include <cstring>
+typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef long long i64;
+#define DEVICE static inline
+#define __restrict__
+#define INF INFINITY
+constexpr float LOG2_E = 1.4426950408889634f;
+int imin(int a, int b) { return a < b ? a : b; }
+float __fdiv_rn(float a, float b) { return a / b; }
+float reciprocal(float x) { return 1 / x; }
+float power2(float x) { return exp2f(x); }
+template <bool BF16> struct Half16 {
+  static float widen(u16 x) { _Float16 half; memcpy(&half, &x, 2); return half; }
+};
+struct Shape { int seqlen_q, seqlen_kv; };
+"""
+ONE = """
+namespace mask%d {
+%s
+extern "C" void run%d(const void* s, const void* u, const void* f, int seqlen_q, int seqlen_kv, bool* out) {
+  const Shape n{seqlen_q, seqlen_kv};
+  const Aux x{(const signed char*)s, seqlen_kv, (const u8*)u, seqlen_kv, (const u16*)f, seqlen_kv, -3, 2.5f};
+  for (int q = 0; q < n.seqlen_q; q++)
+    for (int kv = 0; kv < n.seqlen_kv; kv++) *out++ = keep(0, 0, q, kv, x, n);
+}
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_mask_means_in_cpp_what_it_says_in_python(tmp_path):
+    """The text that kernels are made of, compiled for this machine."""
+    shelf = re.sub(r"#.*", "", Path(expressions.__file__).with_name("expressions.cuh").read_text())
+    made = dialects.make(13, 17)
+    programs = [Program.of(mask, None)[0] for mask, _ in made.values()]
+    texts = [ONE % (i, expressions.source(p), i) for i, p in enumerate(programs)]
+    source, library = tmp_path / "masks.cpp", tmp_path / "masks.so"
+    source.write_text("\n".join([HOST, shelf, *texts]))
+    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+    functions = ctypes.CDLL(str(library))
+    for i, (name, (mask, want)) in enumerate(made.items()):
+        found = torch.zeros(13, 17, dtype=torch.bool)
+        tables = [ctypes.c_void_p(t.data_ptr()) for t in (*mask.tensors, found)]
+        getattr(functions, f"run{i}")(*tables[:3], 13, 17, tables[3])
+        assert torch.equal(found, want), name

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dialects
 from sartor import attention, mods
 from sartor.mods import expr
 from sartor.mods.core import BIG, Program, resolve
@@ -291,6 +292,23 @@ def test_division_rounds_down_in_every_language(b):
             for op, rounded in towards_zero.items():
                 patch.setitem(expr._FUNCTIONS, op, rounded)
             assert torch.equal(evaluate(program.keep, at, (torch.tensor(b),)), want)
+
+
+@pytest.mark.parametrize("name", dialects.RULES)
+def test_a_mask_means_what_it_says_in_python(name):
+    """Whatever PyTorch, Triton and C++ take its words for."""
+    mask, want = dialects.make(13, 17)[name]
+    assert torch.equal(mask.materialize(1, 1, 13, 17)[0, 0], want)
+    x, y = torch.randn(1, 13, 2, 8), torch.randn(1, 17, 2, 8)
+    for kernel in ("blocked", "reference"):
+        assert torch.equal(attention(x, y, y, mask=mask, kernel=kernel), attention(x, y, y, mask=want, kernel=kernel))
+
+
+def test_intervals_are_of_integers():
+    with pytest.raises(TypeError, match="rows must return integers, got"):
+        mods.Mask(lambda b, h, q, kv, aux: kv < q, rows=lambda b, h, q, aux: (0, q / 2, 0, 0))
+    with pytest.raises(TypeError, match="cols must return integers"):
+        mods.Mask(lambda b, h, q, kv, aux: kv < q, (torch.ones(4),), cols=lambda b, h, kv, aux: (aux[0], 9, 9, 0))
 
 
 def test_what_cannot_be_negative_is_divided_as_written():

@@ -19,6 +19,7 @@ import sys
 import pytest
 import torch
 
+import dialects
 import sartor
 from sartor import mods, testing
 from sartor.kernels.parts import launch
@@ -192,6 +193,14 @@ FEATURES = {
 @pytest.mark.parametrize("name", FEATURES)
 def case_features(name):
     verify(*inputs(), through_lse=True, **FEATURES[name]())
+
+
+@pytest.mark.parametrize("name", dialects.RULES)
+def case_a_mask_means_what_it_says_in_python(name):
+    mask, want = dialects.make(40, 50)[name]
+    q, k, v = inputs(sq=40, skv=50)
+    found, same = (forward_and_gradients(q, k, v, mask=m) for m in (mask, want))
+    assert all(torch.allclose(found[n], same[n], rtol=1e-4, atol=1e-5) for n in found)
 
 
 @pytest.mark.parametrize("causal", [True, "top_left"])

@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+import dialects
 import sartor
 from sartor import mods, ops, testing
 from sartor.kernels import hopper_forward
@@ -158,6 +159,12 @@ FEATURES = {
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name):
     verify(*inputs(), through_lse=True, **FEATURES[name]())
+
+
+@pytest.mark.parametrize("name", dialects.RULES)
+def test_a_mask_means_what_it_says_in_python(name):
+    mask, _ = dialects.make(130, 190, "cuda")[name]
+    verify(*inputs(), mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

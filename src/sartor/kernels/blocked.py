@@ -97,12 +97,11 @@ def heads_last(t: Tensor, batch: int) -> Tensor:
     return t.reshape(batch, t.shape[:-2].numel() // batch, *t.shape[-2:]).transpose(1, 2)
 
 
-def _at(a: Any, i: slice, j: slice, dtype: torch.dtype) -> Any:
+def _at(a: Any, i: slice, j: slice) -> Any:
     """An aux value on a tile."""
     if not isinstance(a, Tensor):
         return a
-    a = a[:, :, i if a.shape[2] > 1 else slice(None), j if a.shape[3] > 1 else slice(None)]
-    return a.to(dtype) if a.is_floating_point() else a
+    return a[:, :, i if a.shape[2] > 1 else slice(None), j if a.shape[3] > 1 else slice(None)]
 
 
 def symbols(part: Part, i: slice, j: slice) -> dict[str, Tensor]:
@@ -123,7 +122,7 @@ def spans(part: Part, block_m: int) -> list[Span]:
     shape = (part.batch, p.heads_q, sq, 1)
     device = part.q.device
     lo, hi, full_lo, full_hi = (
-        torch.as_tensor(evaluate(e, at, part.aux), device=device).expand(shape) for e in p.program.rows
+        torch.as_tensor(evaluate(e, at, part.aux, part.q.dtype), device=device).expand(shape) for e in p.program.rows
     )
     empty = hi <= lo
     lo, hi = torch.where(empty, BIG, lo), torch.where(empty, 0, hi)
@@ -145,14 +144,14 @@ def scores(part: Part, q: Tensor, span: Span, j: slice, partial: bool) -> tuple[
     keep = slope = None
     if program.score is None and not partial:
         return s, None, None
-    aux = tuple(_at(a, span.i, j, s.dtype) for a in part.aux)
+    aux = tuple(_at(a, span.i, j) for a in part.aux)
     at = symbols(part, span.i, j)
     if program.score is not None and program.dscore is not None:
         raw = part.by_head(s)
-        slope = evaluate(program.dscore, at | {"s": raw}, aux)
-        s = evaluate(program.score, at | {"s": raw}, aux).to(s.dtype).expand(raw.shape).reshape(s.shape)
+        slope = evaluate(program.dscore, at | {"s": raw}, aux, s.dtype)
+        s = evaluate(program.score, at | {"s": raw}, aux, s.dtype).to(s.dtype).expand(raw.shape).reshape(s.shape)
     if partial and program.keep is not None:
-        keep = torch.as_tensor(evaluate(program.keep, at, aux), device=s.device).to(torch.bool)
+        keep = torch.as_tensor(evaluate(program.keep, at, aux, s.dtype), device=s.device).to(torch.bool)
     return s, keep, slope
 
 

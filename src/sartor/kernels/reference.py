@@ -35,16 +35,14 @@ def scores(p: Problem, x: Operands, q: torch.Tensor, k: torch.Tensor) -> tuple[t
     raw = (q @ k.transpose(-1, -2)) * p.softmax_scale  # (b, h, sq, skv)
     b, h, i, j = index_tensors(p.batch, p.heads_q, p.seqlen_q, p.seqlen_kv, raw.device)
     symbols = {"b": b, "h": h, "q": i, "kv": j}
-    dtype = raw.dtype
-    aux = tuple(a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in x.aux)
     keep = torch.ones((), dtype=torch.bool, device=raw.device)
     if p.program.keep is not None:
-        keep = torch.as_tensor(evaluate(p.program.keep, symbols, aux), device=raw.device)
+        keep = torch.as_tensor(evaluate(p.program.keep, symbols, x.aux, raw.dtype), device=raw.device)
     keep = keep.expand(raw.shape)
     s, slope = raw, None
     if p.program.score is not None and p.program.dscore is not None:
-        s = evaluate(p.program.score, symbols | {"s": raw}, aux)
-        slope = evaluate(p.program.dscore, symbols | {"s": raw}, aux)
+        s = evaluate(p.program.score, symbols | {"s": raw}, x.aux, raw.dtype)
+        slope = evaluate(p.program.dscore, symbols | {"s": raw}, x.aux, raw.dtype)
     return torch.where(keep, s, -torch.inf), keep, slope
 
 

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from sartor.checks import is_integer, real
-from sartor.mods.expr import Expr, diff, evaluate, lift, maximum, minimum, where
+from sartor.mods.expr import Expr, diff, evaluate, floor_divide, lift, maximum, minimum, where
 
 COMPARISONS = frozenset(["<", "<=", ">", ">=", "==", "!="])
+ARITHMETIC = frozenset(["+", "-", "*", "/", "//", "%", "neg", "abs", "maximum", "minimum", "<", "<=", ">", ">="])
 BIG = 2**28  # beyond every position; four of them stay within int32
 AuxValue = int | float | torch.Tensor | Callable[[int, int], int]
 
@@ -81,19 +82,28 @@ def trace(fn: Callable[..., Any], names: tuple[str, ...], n_aux: int) -> Any:
 def traced(fn: Callable[..., Any], names: tuple[str, ...], aux: tuple[Any, ...]) -> Any:
     """`trace`, in a form whose value is Python's in every language that kernels are written in."""
     found = trace(fn, names, len(aux))
-    numbers = {f"aux[{i}]" for i, a in enumerate(aux) if not isinstance(a, torch.Tensor)}
-    return tuple(portable(e, numbers) for e in found) if isinstance(found, tuple) else portable(found, numbers)
+    return tuple(portable(e, aux) for e in found) if isinstance(found, tuple) else portable(found, aux)
 
 
-def portable(e: Expr, numbers: set[str]) -> Expr:
-    """The same value whether `//` and `%` round down, as in Python, or towards 0, as in Triton; and of `~` where what
-    it takes reads `numbers` alone and is a Python bool on CPUs. What cannot differ stays as it is."""
+def portable(e: Expr, aux: tuple[AuxValue, ...]) -> Expr:
+    """The same value in every language. `//` and `%` round down, as in Python, and not towards 0, as in Triton and C++.
+    Where True is counted or ordered it is 1. `~` of a bool is `^ True`: of a Python bool, and of `a & b` in C++, it is
+    that of an integer. What cannot differ stays as it is."""
     if e.op in ("sym", "aux", "const"):
         return e
-    e, given = Expr(e.op, tuple(portable(a, numbers) for a in e.args)), e.args
-    if e.op == "invert" and given[0].leaves() <= numbers:
-        return e.args[0] ^ True  # type: ignore[no-any-return]
-    if e.op not in ("//", "%") or all(map(_not_negative, given)):
+    given, args = e.args, tuple(portable(a, aux) for a in e.args)
+    if e.op in ARITHMETIC or (e.op in COMPARISONS and not all(is_boolean(a, aux) for a in args)):
+        args = tuple(where(a, 1, 0) if a.op != "const" and is_boolean(a, aux) else a for a in args)
+    e = Expr(e.op, args)
+    if e.op == "invert" and is_boolean(e, aux):
+        return Expr("^", (args[0], lift(True)))
+    if e.op not in ("//", "%"):
+        return e
+    if is_real(e, aux):
+        a, b = e.args
+        floor = floor_divide(a, b)
+        return floor if e.op == "//" else a - b * floor  # type: ignore[no-any-return]
+    if all(map(_not_negative, given)):
         return e
     a, b = e.args
     rest = a % b
@@ -116,6 +126,21 @@ def _not_negative(e: Expr) -> bool:
     if e.op == "maximum":
         return any(map(_not_negative, e.args))
     return e.op == "abs" or (e.op == "where" and all(map(_not_negative, e.args[1:])))
+
+
+def is_real(e: Any, aux: tuple[AuxValue, ...]) -> bool:
+    """Whether what was traced is a float."""
+    if e.op == "sym":
+        return bool(e.args[0] == "s")
+    if e.op == "const":
+        return isinstance(e.args[0], float)
+    if e.op == "aux":
+        value = aux[e.args[0]]
+        return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, float)
+    if e.op in ("/", "tanh", "floor_divide"):
+        return True
+    args = e.args[1:] if e.op == "where" else e.args
+    return e.op not in COMPARISONS and any(is_real(a, aux) for a in args)
 
 
 def is_boolean(e: Any, aux: tuple[AuxValue, ...]) -> bool:
@@ -223,6 +248,9 @@ class Mask:
             if not isinstance(span, tuple) or len(span) != 4:
                 count = len(span) if isinstance(span, tuple) else 1
                 raise TypeError(f"{name} must return (lo, hi, full_lo, full_hi), got {count} values")
+            real = [e.text() for e in span if is_real(e, self.aux)]
+            if real:
+                raise TypeError(f"{name} must return integers, got {real[0]}: divide by // instead of /")
             texts += [e.text() for e in span]
         for a in self.aux:
             if isinstance(a, torch.Tensor):
@@ -236,7 +264,7 @@ class Mask:
         b, h, q, kv = index_tensors(batch, heads, seqlen_q, seqlen_kv, device)
         aux = tuple(resolve(a, seqlen_q, seqlen_kv) for a in self.aux)
         found = traced(self.keep, ("b", "h", "q", "kv"), aux)
-        keep = torch.as_tensor(evaluate(found, {"b": b, "h": h, "q": q, "kv": kv}, aux), device=device)
+        keep = torch.as_tensor(evaluate(found, {"b": b, "h": h, "q": q, "kv": kv}, aux, torch.float32), device=device)
         return keep.to(torch.bool).expand(batch, heads, seqlen_q, seqlen_kv)
 
     def __and__(self, other: Mask) -> Mask:

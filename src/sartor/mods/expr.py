@@ -43,17 +43,16 @@ class Expr:
         )
 
     def text(self, leaf: Callable[[Expr], str] | None = None, functions: Mapping[str, str] | None = None) -> str:
-        """Source text; `leaf` names symbols and aux values, `functions` the functions of the language written in."""
-        if self.op == "const":
-            return repr(self.args[0])
-        if self.op in ("sym", "aux"):
-            return leaf(self) if leaf else (self.args[0] if self.op == "sym" else f"aux[{self.args[0]}]")
-        parts = [a.text(leaf, functions) for a in self.args]
-        if self.op in INFIX:
+        """Source text; `leaf` names constants, symbols and aux values, `functions` operators and functions that the
+        language written in has under another name."""
+        if self.op in ("const", "sym", "aux"):
+            return leaf(self) if leaf else (f"aux[{self.args[0]}]" if self.op == "aux" else str(self.args[0]))
+        parts, functions = [a.text(leaf, functions) for a in self.args], functions or {}
+        if self.op in INFIX and self.op not in functions:
             return f"({parts[0]} {self.op} {parts[1]})"
         if self.op in ("neg", "invert"):
             return f"({'-' if self.op == 'neg' else '~'}{parts[0]})"
-        return f"{(functions or {}).get(self.op, self.op)}({', '.join(parts)})"
+        return f"{functions.get(self.op, self.op)}({', '.join(parts)})"
 
     def leaves(self) -> set[str]:
         """Names of the symbols, and `aux[i]` for the aux values, that the expression reads."""
@@ -109,6 +108,7 @@ maximum = _function("maximum", torch.maximum, max)
 minimum = _function("minimum", torch.minimum, min)
 where = _function("where", torch.where, lambda c, a, b: a if c else b)
 tanh = _function("tanh", torch.tanh, lambda x: torch.tanh(torch.tensor(x)).item())
+floor_divide = _function("floor_divide", lambda a, b: torch.floor(a / b), lambda a, b: float(a // b))  # of floats
 
 
 _INFIX_FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -118,19 +118,23 @@ _INFIX_FUNCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., Any]] = _INFIX_FUNCTIONS | {
     "neg": operator.neg, "invert": operator.invert, "abs": abs,
-    "maximum": maximum, "minimum": minimum, "where": where, "tanh": tanh,
+    "maximum": maximum, "minimum": minimum, "where": where, "tanh": tanh, "floor_divide": floor_divide,
 }  # fmt: skip
 
 
-def evaluate(e: Expr, symbols: Mapping[str, Any], aux: Sequence[Any]) -> Any:
-    """The value of `e` on tensors or numbers: what the kernels written in torch use."""
+def evaluate(e: Expr, symbols: Mapping[str, Any], aux: Sequence[Any], dtype: torch.dtype | None = None) -> Any:
+    """The value of `e` on tensors or numbers: what the kernels written in torch use. Aux tensors are read as every
+    kernel does: integers so that they do not wrap around, as Python's, floats in `dtype`, by default their own."""
     if e.op == "const":
         return e.args[0]
     if e.op == "sym":
         return symbols[e.args[0]]
     if e.op == "aux":
-        return aux[e.args[0]]
-    return _FUNCTIONS[e.op](*(evaluate(a, symbols, aux) for a in e.args))
+        value = aux[e.args[0]]
+        if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
+            return value
+        return value.to(dtype) if value.is_floating_point() else value.long()
+    return _FUNCTIONS[e.op](*(evaluate(a, symbols, aux, dtype) for a in e.args))
 
 
 ZERO, ONE = lift(0.0), lift(1.0)

@@ -14,19 +14,7 @@ template <class A, class B> DEVICE auto where(bool c, A a, B b) { return c ? a :
 template <class A> DEVICE A absolute(A a) { return a < A(0) ? -a : a; }
 template <class A, class B> DEVICE float divide(A a, B b) { return __fdiv_rn(float(a), float(b)); }
 DEVICE float ratio(float a, float b) { return a * reciprocal(b); }  // for scores: two units in the last place, no branch
-template <class A, class B> DEVICE auto floor_divide(A a, B b) {
-  const auto quotient = a / b;
-  return quotient - ((a % b != 0) && ((a < 0) != (b < 0)));
-}
-template <class A, class B> DEVICE auto modulo(A a, B b) {
-  const auto rest = a % b;
-  return rest + (rest != 0 && ((rest < 0) != (b < 0)) ? b : 0);
-}
-DEVICE float floor_divide(float a, float b) { return floorf(divide(a, b)); }
-DEVICE float modulo(float a, float b) { return a - b * floorf(divide(a, b)); }
-DEVICE bool invert(bool a) { return !a; }
-DEVICE int invert(int a) { return ~a; }
-DEVICE i64 invert(i64 a) { return ~a; }
+template <class A, class B> DEVICE float floor_divide(A a, B b) { return floorf(divide(a, b)); }  // of floats
 
 // tanh to float32 accuracy: an odd polynomial near 0 (Cephes, tanhf), else through exp2
 DEVICE float tanh_exact(float x) {

@@ -22,7 +22,7 @@ TYPES = {
 }  # fmt: skip
 _WIDEN = {"torch.float16": "Half16<false>::widen", "torch.bfloat16": "Half16<true>::widen", "torch.float64": "float"}
 _CALLS = {
-    "/": "divide", "//": "floor_divide", "%": "modulo", "invert": "invert", "abs": "absolute",
+    "/": "divide", "floor_divide": "floor_divide", "abs": "absolute",
     "maximum": "maximum", "minimum": "minimum", "tanh": "tanh_exact", "where": "where",
 }  # fmt: skip
 _SCORE_CALLS = _CALLS | {"/": "ratio"}
@@ -126,7 +126,9 @@ def _text(e: Expr, program: Program, near: tuple[int, ...] = (), calls: Mapping[
     parts = [_text(a, program, near, calls) for a in e.args]
     if e.op in calls:
         return f"{calls[e.op]}({', '.join(parts)})"
-    return f"(-{parts[0]})" if e.op == "neg" else f"({parts[0]} {e.op} {parts[1]})"
+    if e.op in ("neg", "invert"):
+        return f"({'-' if e.op == 'neg' else '~'} {parts[0]})"  # which may begin with a sign of its own
+    return f"({parts[0]} {'/' if e.op == '//' else e.op} {parts[1]})"
 
 
 def _is_wide(e: Expr, program: Program) -> bool:

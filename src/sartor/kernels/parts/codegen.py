@@ -18,11 +18,13 @@ import triton
 import triton.language as tl
 
 from sartor.kernels.parts import maths
-from sartor.mods.core import BIG, Program
+from sartor.mods.core import BIG, Aux, Program
 from sartor.mods.expr import Expr
 
 _POSITION = {"b": "b", "h": "h", "q": "q", "k": "kv"}
-_FUNCTIONS = {"abs": "tl.abs", "maximum": "tl.maximum", "minimum": "tl.minimum", "where": "tl.where", "tanh": "tanh"}
+_FUNCTIONS = {"abs": "tl.abs", "maximum": "tl.maximum", "minimum": "tl.minimum", "where": "tl.where"}
+_SHARED = {"tanh": maths.tanh, "divide": maths.divide, "floor_divide": maths.floor_divide}
+_NARROW = (torch.int8, torch.int16, torch.uint8)  # read as int32, so that arithmetic does not wrap around
 
 
 class Mods(NamedTuple):
@@ -53,22 +55,37 @@ def source(program: Program) -> str:
 def _function(name: str, arguments: str, exprs: tuple[Expr, ...], program: Program, spread: str) -> str:
     reads = sorted({int(leaf[4:-1]) for e in exprs for leaf in e.leaves() if leaf.startswith("aux[")})
     lines = ["@triton.jit", f"def {name}({arguments}, aux):"]
-    lines += [f"    a{i} = {_load(i, program.aux[i].pattern)}" for i in reads]
-    results = [f"{e.text(_leaf, _FUNCTIONS)}{spread}" for e in exprs]
+    lines += [f"    a{i} = {_load(i, program.aux[i])}" for i in reads]
+    functions = _FUNCTIONS if "score" in name else _FUNCTIONS | {"/": "divide"}  # masks divide exactly
+    results = [f"{e.text(_leaf, functions)}{spread}" for e in exprs]
     return "\n".join([*lines, f"    return {', '.join(results)}"])
 
 
 def _leaf(e: Expr) -> str:
-    return f"a{e.args[0]}" if e.op == "aux" else str(e.args[0])
+    if e.op == "aux":
+        return f"a{e.args[0]}"
+    value = e.args[0]
+    if e.op == "sym" or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else f'float("{value}")'
+    return str(value) if abs(value) < 2**31 else f"tl.full([], {value}, tl.int64)"
 
 
-def _load(i: int, pattern: str) -> str:
-    if pattern == "f":
+def _load(i: int, spec: Aux) -> str:
+    if spec.pattern == "f":
         return f"aux[{i}]"
-    if pattern == "n":
+    if spec.pattern == "n":
         return f"(aux[{i}] >> 2)"  # see aux_arguments
+    dtype: torch.dtype = getattr(torch, spec.dtype.removeprefix("torch."))
+    kind = "float32" if dtype.is_floating_point else "int32" if dtype in _NARROW else ""
+    return f"tl.load({_place(i, spec.pattern)})" + (f".to(tl.{kind})" if kind else "")
+
+
+def _place(i: int, pattern: str) -> str:
+    """Where the value at (b, h, q, kv) lies."""
     if pattern == "one":
-        return f"tl.load(aux[{i}][0])"
+        return f"aux[{i}][0]"
     # strides times positions in 64 bits, a bias alone may have more than 2^31 elements; one at a time, in the order
     # b, h, q, kv: what varies least is added up first, for the whole tile or for a row of it
     steps, strides = f"aux[{i}][0]", 0
@@ -76,7 +93,7 @@ def _load(i: int, pattern: str) -> str:
         strides += c.islower()
         position = _POSITION[c.lower()]
         steps += f" + tl.cast({position}, tl.int64) * aux[{i}][{strides}]" if c.islower() else f" + {position}"
-    return f"tl.load({steps})"
+    return steps
 
 
 @cache
@@ -117,7 +134,7 @@ def build(program: Program) -> Mods:
     header = "import triton\nimport triton.language as tl\n\n\n"
     filename = f"<sartor mods {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     linecache.cache[filename] = (len(header + text), None, (header + text).splitlines(True), filename)
-    namespace: dict[str, Any] = {"triton": triton, "tl": tl, "tanh": maths.tanh, "__name__": "sartor.generated"}
+    namespace: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": "sartor.generated"} | _SHARED
     exec(compile(header + text, filename, "exec"), namespace)
     return Mods(*(namespace.get(name) for name in Mods._fields))
 

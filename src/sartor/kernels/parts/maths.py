@@ -23,6 +23,18 @@ def tanh(x):
 
 
 @triton.jit
+def divide(a, b):
+    """a / b in float32, rounded once: what `/` gives there may be two units in the last place off."""
+    return tl.div_rn(tl.cast(a, tl.float32), tl.cast(b, tl.float32))
+
+
+@triton.jit
+def floor_divide(a, b):
+    """a // b of float32."""
+    return tl.floor(divide(a, b))
+
+
+@triton.jit
 def finite(x):
     """Whether each element is neither NaN nor infinite. (x - x == 0 would not do: a fused a*b - x is not 0.)"""
     return tl.abs(x) < float("inf")

@@ -1,0 +1,53 @@
+"""Masks that mean another thing in Python than, word for word, in PyTorch, Triton or C++; and what they mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sartor import mods
+
+# By name, a rule of positions and of values of int8, uint8 and float16, -3 and 2.5, true of numbers in Python too
+NUMBERS: dict[str, Callable[..., Any]] = {
+    "not_of_an_integer": lambda q, kv, a: ~a[3] + ~kv < -5,
+    "counted": lambda q, kv, a: (kv <= q) + (a[0] > 0) + (a[1] > 4) >= 2,
+    "ordered": lambda q, kv, a: (kv <= q) > (a[0] > 0),
+    "negative_floor": lambda q, kv, a: (q - kv) // a[3] == 2,
+    "negative_rest": lambda q, kv, a: (kv - q) % 5 < (q - kv) % a[3] + 3,
+    "floor_of_floats": lambda q, kv, a: a[2] // 3 > (q - kv) // a[4],
+    "rest_of_floats": lambda q, kv, a: a[2] % a[4] < (kv - 3) % 1.5,
+    "exact_quotient": lambda q, kv, a: (q + kv) / 3 == (q + kv) // 3,
+    "no_wrapping": lambda q, kv, a: a[0] * 100 < a[1] - 5,
+    "out_of_range": lambda q, kv, a: (a[0] < 300) & (a[1] != -1) & (kv < q + 7),
+    "signs_mixed": lambda q, kv, a: q % (a[1] + 1) == 0,
+    "64_bits": lambda q, kv, a: (q * 2654435761 + kv) % 7 < 5,
+    "half_precision": lambda q, kv, a: a[2] + 2048 < 2048.3,
+    "infinite": lambda q, kv, a: mods.where(kv > q, -math.inf, a[2]) > -math.inf,
+}
+# ~True is -2 in Python, so what these say is said again
+NEGATIONS: dict[str, tuple[Callable[..., Any], Callable[..., bool]]] = {
+    "not_and": (lambda q, kv, a: ~((kv <= q) & (kv > 3)), lambda q, kv, a: not (kv <= q and kv > 3)),
+    "not_or": (lambda q, kv, a: ~((kv > q) | (a[0] > 2)), lambda q, kv, a: kv <= q and a[0] <= 2),
+    "not_xor": (lambda q, kv, a: ~((kv > q) ^ (q < 9)), lambda q, kv, a: (kv > q) == (q < 9)),
+}
+RULES = {name: (rule, rule) for name, rule in NUMBERS.items()} | NEGATIONS
+
+
+def make(seqlen_q: int, seqlen_kv: int, device: str = "cpu") -> dict[str, tuple[mods.Mask, torch.Tensor]]:
+    """By name, a mask and the (seqlen_q, seqlen_kv) matrix that it is."""
+    drawn = torch.randint(0, 9, (seqlen_q, seqlen_kv), generator=torch.Generator().manual_seed(0))
+    tables = (drawn - 4).to(torch.int8), drawn.to(torch.uint8), (drawn / 4 - 1).to(torch.float16)
+    columns = [t.tolist() for t in tables]
+    found = {}
+    for name, (rule, says) in RULES.items():
+        keep = lambda b, h, q, kv, aux, rule=rule: rule(q, kv, aux)  # noqa: E731 - one use
+        mask = mods.Mask(keep, (*(t.to(device) for t in tables), -3, 2.5), name=name)
+        want = torch.tensor([
+            [bool(says(q, kv, [*(column[q][kv] for column in columns), -3, 2.5])) for kv in range(seqlen_kv)]
+            for q in range(seqlen_q)
+        ])  # fmt: skip
+        found[name] = mask, want.to(device)
+    return found
