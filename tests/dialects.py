@@ -1,4 +1,5 @@
-"""Masks that mean another thing in Python than, word for word, in PyTorch, Triton or C++; and what they mean."""
+"""Masks that mean another thing in Python than, word for word, in PyTorch, Triton or C++; and what they mean. Scores of
+every operator."""
 
 from __future__ import annotations
 
@@ -51,3 +52,26 @@ def make(seqlen_q: int, seqlen_kv: int, device: str = "cpu") -> dict[str, tuple[
         ])  # fmt: skip
         found[name] = mask, want.to(device)
     return found
+
+
+def scores(heads: int, seqlen_q: int, seqlen_kv: int, device: str = "cpu") -> dict[str, mods.Score]:
+    """By name."""
+    drawn = torch.Generator().manual_seed(0)
+    slopes = torch.rand(heads, 1, 1, generator=drawn).to(device)
+    table = torch.randn(seqlen_q, seqlen_kv, generator=drawn).to(device, torch.float16)
+    return {
+        "capped": mods.Score(lambda s, b, h, q, kv, aux: 2.0 - mods.tanh(s / 2.0) * -2.0),
+        "relative": mods.Score(lambda s, b, h, q, kv, aux: s + aux[0] * abs(q - kv) * 0.1, (-1,)),
+        "hidden": mods.Score(lambda s, b, h, q, kv, aux: mods.where(kv <= q, s, -math.inf)),
+        "tables": mods.Score(lambda s, b, h, q, kv, aux: s * aux[0] + aux[1], (slopes, table)),
+        "clipped": mods.Score(lambda s, b, h, q, kv, aux: mods.minimum(mods.maximum(s, -0.25) * 1.5, aux[0]), (0.5,)),
+        "rational": mods.Score(lambda s, b, h, q, kv, aux: s / (1 + abs(s))),
+        "stepped": mods.Score(lambda s, b, h, q, kv, aux: s + s // 0.5),
+        "of_signs": mods.Score(lambda s, b, h, q, kv, aux: mods.where((s > 0) & (kv > 3), s * 2, s)),
+        "of_places": mods.Score(lambda s, b, h, q, kv, aux: (q - kv) * 0.1),
+        "constant": mods.Score(lambda s, b, h, q, kv, aux: 0.5),
+    }
+
+
+SCORES = tuple(scores(1, 1, 1))
+OF_PLACES = ("of_places", "constant")  # whose lse has no gradient

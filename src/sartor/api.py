@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from sartor import ops
 from sartor.checks import LAYOUTS, boolean, floating, known_layout
 from sartor.device import Device
-from sartor.mods.core import Mask
+from sartor.mods.core import Mask, Score
 from sartor.plan import Explanation
 from sartor.plan import explain as explain_problem
 from sartor.problem import Call, Problem
@@ -32,6 +32,7 @@ def attention(
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | Mask | None = None,
+    score: Score | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -61,6 +62,8 @@ def attention(
             as float32 where inputs are not float64. Differentiable, at the price of one more kernel and of its size in
             float32, which are spared where it requires no gradient.
         mask: bool tensor broadcastable to the same, True = attend; or a `sartor.mods.Mask`.
+        score: a `sartor.mods.Score`, a function of the scaled score and its position, after `softcap` and before
+            `alibi_slopes` and `bias`; its derivative is taken. The tensors it reads have no gradient.
         alibi_slopes: (heads_q,) or (batch, heads_q), float32 (float64 is read so beside float64 inputs only): scores
             lose slope * |i + seqlen_kv - seqlen_q - j|. Not differentiable: refused where autograd would follow it.
         sinks: (heads_q,): one more logit in each row's softmax denominator; differentiable.
@@ -87,12 +90,16 @@ def attention(
         q, k, v = _autocast(q, k, v)
     boolean("return_lse", return_lse)
     call = Call(
-        q, k, v, bias, mask, alibi_slopes, sinks, causal, window, softmax_scale, softcap, deterministic, out_dtype,
-        kernel, precision, layout,
+        q, k, v, bias, mask, score, alibi_slopes, sinks, causal, window, softmax_scale, softcap, deterministic,
+        out_dtype, kernel, precision, layout,
     )  # fmt: skip
     if forward_ad._current_level >= 0:
         _refuse_tangents(call)
     if _needs_operator(q):
+        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotImplementedError(
+                "attention has no functorch rules: expected a call outside of torch.func, got one in"
+            )
         out, lse = torch.ops.sartor.attention(*ops.as_operator_arguments(call.bshd()))
         out = out.transpose(1, 2) if layout == "bhsd" else out
     else:
@@ -195,11 +202,12 @@ def _refuse_tangents(call: Call) -> None:
 
 
 def _needs_operator(q: Any) -> bool:
-    """Whether something wants to see an operator: a compiler, a dispatch mode, functorch, a tensor subclass."""
+    """Whether something wants to see an operator: a compiler, a tracer, a dispatch mode, a tensor subclass."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
         or not (type(q) is torch.Tensor or type(q) is torch.nn.Parameter or not isinstance(q, torch.Tensor))
         or (isinstance(q, torch.Tensor) and q.is_meta)
     )

@@ -1,7 +1,7 @@
 """Calls to plans to launches, twice over: eagerly by the cheap route, and as torch.library operators.
 
 Eager calls on plain tensors take `torch.autograd.Function` (or nothing at all without gradients). Everything that
-needs to see an operator (torch.compile, FakeTensor, FLOP counting, functorch) goes through `torch.ops.sartor`.
+needs to see an operator (torch.compile, FakeTensor, FLOP counting, torch.jit.trace) goes through `torch.ops.sartor`.
 """
 
 from __future__ import annotations
@@ -168,9 +168,10 @@ class _Last(torch.autograd.Function):
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks,"
-    " Tensor[] mask_tensors, str mask_handle, str causal, int[]? window, float? softmax_scale, float softcap,"
-    " bool deterministic, ScalarType? out_dtype, str kernel, str precision"
+    " Tensor[] mod_tensors, str mask_handle, str score_handle, str causal, int[]? window, float? softmax_scale,"
+    " float softcap, bool deterministic, ScalarType? out_dtype, str kernel, str precision"
 )
+CAUSAL = 7  # of the arguments after v
 _LIBRARY = torch.library.Library("sartor", "DEF")
 _LIBRARY.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
@@ -181,23 +182,26 @@ _LIBRARY.define(
 
 def as_operator_arguments(call: Call) -> tuple[Any, ...]:
     """A call in the order of the operator's schema."""
-    mask: Any = call.mask
-    handle, tensors = "", []
-    if mask is not None and not isinstance(mask, Tensor):
-        mask, handle, tensors = None, mask.handle, mask.tensors
+    handles = ["", ""]
+    tensors: list[Tensor] = []
+    for i, mod in enumerate((call.mask, call.score)):
+        if mod is not None and not isinstance(mod, Tensor):
+            handles[i], tensors = mod.handle, [*tensors, *mod.tensors]
+    mask = None if handles[0] else call.mask
     causal = call.causal if isinstance(call.causal, str) else "bottom_right" if call.causal else ""
     window = None if call.window is None else [-1 if side is None else side for side in call.window]
     return (
-        call.q, call.k, call.v, call.bias, mask, call.alibi_slopes, call.sinks, tensors, handle, causal, window,
+        call.q, call.k, call.v, call.bias, mask, call.alibi_slopes, call.sinks, tensors, *handles, causal, window,
         call.softmax_scale, call.softcap, call.deterministic, call.out_dtype, call.kernel, call.precision,
     )  # fmt: skip
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Call:
-    bias, mask, slopes, sinks, tensors, handle, causal, window, *options = rest
-    mask = lookup(handle, tensors) if handle else mask
+    bias, mask, slopes, sinks, tensors, mask_handle, score_handle, causal, window, *options = rest
+    left = iter(tensors)
+    mask, score = lookup(mask_handle, left) or mask, lookup(score_handle, left)
     window = None if window is None else tuple(window)
-    return Call(q, k, v, bias, mask, slopes, sinks, causal or False, window, *options)
+    return Call(q, k, v, bias, mask, score, slopes, sinks, causal or False, window, *options)
 
 
 @torch.library.impl(_LIBRARY, "attention", "CompositeExplicitAutograd")
@@ -227,7 +231,7 @@ def _attention_backward(
 @torch.library.register_fake("sartor::attention", lib=_LIBRARY)
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call = _call(q, k, v, *rest)
-    problem = Problem.of(replace(call, mask=None) if rest[5] else call)
+    problem = Problem.of(replace(call, mask=None if rest[5] else call.mask, score=None))
     b, sq, hq, dv = q.shape[0], q.shape[1], q.shape[2], v.shape[3]
     lse = q.new_empty((b, hq, sq), dtype=wide(q.dtype))
     if heads_outermost(q):
@@ -248,16 +252,16 @@ def _attention_backward_fake(
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:7], *inputs[7], *output)
-    ctx.options, ctx.n_mask_tensors = inputs[8:], len(inputs[7])
+    ctx.options, ctx.n_mod_tensors = inputs[8:], len(inputs[7])
 
 
 def _operator_backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-    n = ctx.n_mask_tensors
+    n = ctx.n_mod_tensors
     *tensors, out, lse = ctx.saved_tensors
-    inputs, mask_tensors = tensors[:7], list(tensors[7 : 7 + n])
+    inputs, mod_tensors = tensors[:7], list(tensors[7 : 7 + n])
     dout = torch.zeros_like(out) if dout is None else dout
     wanted = ctx.needs_input_grad[3]
-    g = torch.ops.sartor.attention_backward(dout, dlse, out, lse, wanted, *inputs, mask_tensors, *ctx.options)
+    g = torch.ops.sartor.attention_backward(dout, dlse, out, lse, wanted, *inputs, mod_tensors, *ctx.options)
     dbias, dsinks = g[3] if wanted else None, None if inputs[6] is None else g[4]
     return *g[:3], dbias, None, None, dsinks, [None] * n, *([None] * len(ctx.options))
 
@@ -279,7 +283,7 @@ def _flops(q_shape: Any, k_shape: Any, v_shape: Any, causal: str) -> int:
 @register_flop_formula(torch.ops.sartor.attention)
 def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
     """Useful FLOPs of the forward: 2 b h sq skv (d + dv), half of it for a square causal mask."""
-    return _flops(q, k, v, rest[6])
+    return _flops(q, k, v, rest[CAUSAL])
 
 
 @register_flop_formula(torch.ops.sartor.attention_backward)
@@ -287,4 +291,4 @@ def _backward_flops(
     dout: Any, dlse: Any, out: Any, lse: Any, bias_gradient: bool, q: Any, k: Any, v: Any, *rest: Any, **_: Any
 ) -> int:
     """Useful FLOPs of the backward: 2.5 times the forward's."""
-    return int(2.5 * _flops(q, k, v, rest[6]))
+    return int(2.5 * _flops(q, k, v, rest[CAUSAL]))

@@ -60,7 +60,7 @@ def _walk(names: tuple[str, ...], p: Problem, dev: Device) -> tuple[dict[str, li
     return refused, None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The walks of `choose` and `choose_backward` in words; `str()` prints them."""
 
@@ -71,6 +71,9 @@ class Explanation:
     refused_backward: dict[str, list[str]]
     backward: Plan | None
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         lines = [f"{self.problem}", f"device: {self.device.name}"]

@@ -12,7 +12,7 @@ import torch
 
 from sartor.checks import LAYOUTS, boolean, dense, floating, known_layout, real, sides
 from sartor.mods import masks, scores
-from sartor.mods.core import Mask, Program, Score, four_dims, resolve
+from sartor.mods.core import Mask, Mod, Program, Score, four_dims, resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DIM = 512
@@ -32,6 +32,7 @@ class Call:
     v: torch.Tensor  # (b, skv, hkv, dv)
     bias: torch.Tensor | None = None  # broadcastable to (b, hq, sq, skv)
     mask: torch.Tensor | Mask | None = None  # the same
+    score: Score | None = None
     alibi_slopes: torch.Tensor | None = None  # (hq,) or (b, hq)
     sinks: torch.Tensor | None = None  # (hq,)
     causal: bool | str = False
@@ -59,18 +60,23 @@ class Call:
         if self.bias_gradient is None:
             self.bias_gradient = isinstance(self.bias, torch.Tensor) and self.bias.requires_grad
         slopes = self.alibi_slopes
-        if isinstance(slopes, torch.Tensor) and slopes.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError("alibi_slopes has no gradient here: expected requires_grad=False, got True")
+        if torch.is_grad_enabled():
+            if isinstance(slopes, torch.Tensor) and slopes.requires_grad:
+                raise NotImplementedError("alibi_slopes has no gradient here: expected requires_grad=False, got True")
+            if isinstance(self.score, Score) and any(t.requires_grad for t in self.score.tensors):
+                raise NotImplementedError(
+                    "aux tensors of score have no gradient here: a bias has one, got requires_grad=True"
+                )
 
     def key(self) -> tuple[Any, ...]:
         """Equal keys mean equal problems and equal plans; made on every call, so it only reads attributes."""
         q, k, v = self.q, self.k, self.v
-        bias, mask, slopes, sinks = self.bias, self.mask, self.alibi_slopes, self.sinks
-        plain = bias is None and mask is None and slopes is None and sinks is None
+        bias, mask, score, slopes, sinks = self.bias, self.mask, self.score, self.alibi_slopes, self.sinks
+        plain = bias is None and mask is None and score is None and slopes is None and sinks is None
         return (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15,
-            None if plain else (_extra_key(bias), _extra_key(mask), _extra_key(slopes), _extra_key(sinks)),
+            None if plain else tuple(_extra_key(x) for x in (bias, mask, score, slopes, sinks)),
             self.causal, self.window, self.softmax_scale, self.softcap, self.bits_repeat,
             self.out_dtype, self.kernel, self.precision, self.layout, self.bias_gradient,
         )  # fmt: skip
@@ -101,7 +107,7 @@ class Call:
 def _extra_key(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
-    return (x.handle, tuple(_extra_key(t) for t in x.tensors)) if isinstance(x, Mask) else x
+    return (x.handle, tuple(_extra_key(t) for t in x.tensors)) if isinstance(x, Mod) else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +253,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 def mods(call: Call) -> tuple[Mask | None, Score | None]:
     """The mask and the score of a call. Their order here is the order of `aux_tensors`."""
-    parts = [band(call.causal, call.window)]
+    alone = call.q.shape[1] == 1 and call.causal in (True, "bottom_right") and call.window is None
+    parts = [None if alone else band(call.causal, call.window)]  # the last query sees every key
     if isinstance(call.mask, torch.Tensor):
         parts.append(masks.from_tensor(call.mask))
     elif call.mask is not None:
@@ -258,6 +265,7 @@ def mods(call: Call) -> tuple[Mask | None, Score | None]:
     score = None
     steps = (
         scores.softcap(call.softcap) if call.softcap else None,
+        call.score,
         None if call.alibi_slopes is None else scores.alibi(call.alibi_slopes, wide(call.q.dtype)),
         None if call.bias is None else scores.bias(_bias(call, call.bias)),
     )
@@ -288,9 +296,10 @@ def aux_tensors(call: Call) -> list[torch.Tensor]:
     found: Sequence[torch.Tensor] = ()
     if call.mask is not None:
         found = call.mask.tensors if isinstance(call.mask, Mask) else (call.mask,)
+    score = () if call.score is None else call.score.tensors
     slopes = () if call.alibi_slopes is None else (scores.slopes_table(call.alibi_slopes, wide(call.q.dtype)),)
     bias = () if call.bias is None else (_bias(call, call.bias),)
-    return [four_dims(t) for t in (*found, *slopes, *bias)]
+    return [four_dims(t) for t in (*found, *score, *slopes, *bias)]
 
 
 def aux_values(call: Call, template: Template | None = None) -> tuple[int | float | torch.Tensor, ...]:
@@ -370,15 +379,20 @@ def _check_extras(call: Call, full: tuple[int, int, int, int]) -> None:
             continue
         if not isinstance(t, torch.Tensor):
             also = " or a sartor.mods.Mask" if name == "mask" else ""
-            raise TypeError(f"{name} must be a torch.Tensor{also}, got {type(t).__name__}")
+            wrap = ": wrap it as Mask(function)" if name == "mask" and callable(t) else ""
+            raise TypeError(f"{name} must be a torch.Tensor{also}, got {type(t).__name__}{wrap}")
         _check_extra(name, t, q, full)
         if name == "mask" and t.dtype != torch.bool:
             raise TypeError(f"mask must have dtype bool (True = attend), got dtype {t.dtype}; float tensors go to bias")
         if name == "bias" and not t.dtype.is_floating_point:
             raise TypeError(f"bias must have a floating dtype, got dtype {t.dtype}")
-    if isinstance(call.mask, Mask):
-        for t in call.mask.tensors:
-            _check_extra("mask", t, q, full)
+    if not isinstance(call.score, (Score, type(None))):
+        wrap = ": wrap it as Score(function)" if callable(call.score) else ""
+        raise TypeError(f"score must be a sartor.mods.Score, got {type(call.score).__name__}{wrap}")
+    for name in ("mask", "score"):
+        mod = getattr(call, name)
+        for t in mod.tensors if isinstance(mod, Mod) else ():
+            _check_extra(name, t, q, full)
     for name, t, shapes in (
         ("alibi_slopes", call.alibi_slopes, ((hq,), (b, hq))),
         ("sinks", call.sinks, ((hq,),)),

@@ -18,7 +18,7 @@ import torch
 from sartor.api import attention
 from sartor.kernels.reference import scores, weights
 from sartor.kernels.spec import Operands
-from sartor.mods.core import Mask, index_tensors
+from sartor.mods.core import Mask, Score, index_tensors
 from sartor.mods.expr import evaluate
 from sartor.problem import Call, Problem, aux_values
 
@@ -132,6 +132,11 @@ def _cut(name: str, option: Any, batch: slice, heads: slice) -> Any:
         aux = tuple(_cut("aux", a, batch, heads) for a in option.aux)
         return Mask(
             lambda b, h, q, kv, aux: option.keep(b + batch.start, h + heads.start, q, kv, aux), aux, name=option.name
+        )
+    if isinstance(option, Score):
+        aux = tuple(_cut("aux", a, batch, heads) for a in option.aux)
+        return Score(
+            lambda s, b, h, q, kv, aux: option.fn(s, b + batch.start, h + heads.start, q, kv, aux), aux, option.name
         )
     if not isinstance(option, Tensor):
         return option

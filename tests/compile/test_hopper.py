@@ -142,8 +142,14 @@ def test_dim_v(dim, dim_v):
     check(p, next(iter(SPEC.tiles(p, DEVICE))))
 
 
+@pytest.mark.parametrize("name", dialects.SCORES)
+def test_scores_of_every_operator(name):
+    p = problem(128, score=dialects.scores(4, 1000, 1000, "meta")[name])
+    SPEC.compile(p, choose(p, DEVICE).tile)
+
+
 def test_masks_of_every_operator():
-    """The text of each alone is run on CPUs; here together, forward and backward."""
+    """The text of each alone is run on CPUs; here they are together."""
     mask = reduce(operator.or_, (m for m, _ in dialects.make(100, 100, "meta").values()))
     p = problem(64, lengths=(100, 100), mask=mask)
     check(p, choose(p, DEVICE).tile)

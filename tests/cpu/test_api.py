@@ -14,6 +14,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
 
+import dialects
 import sartor
 from sartor import kernels, mods, nvrtc, ops, problem, testing
 from sartor.device import ARCHITECTURES, CPU
@@ -596,6 +597,97 @@ def test_rows_of_a_copy_start_where_its_width_says(dim, whole):
     k = torch.empty(1, 8, 2, 40, dtype=torch.bfloat16)[..., :dim]
     assert Problem.of(Call(k, k, k)).rows_on_16_bytes
     assert Problem.of(Call(testing.layouts(k)["last"], k, k)).rows_on_16_bytes == whole
+
+
+@pytest.mark.parametrize("name", dialects.SCORES)
+def test_scores_of_every_operator(name):
+    score, through_lse = dialects.scores(4, 9, 13)[name], name not in dialects.OF_PLACES
+    q, k, v = inputs()
+    testing.verify(q, k, v, score=score, kernel="blocked", through_lse=through_lse)
+    more = {"softcap": 2.0, "alibi_slopes": torch.rand(4), "bias": torch.randn(4, 9, 13), "sinks": torch.randn(4)}
+    testing.verify(q, k, v, score=score, kernel="blocked", causal=True, **more)
+
+
+def test_a_score_comes_between_softcap_and_bias():
+    q, k, v = inputs()
+    bias, slopes = torch.randn(9, 13), torch.rand(4)
+    slope = slopes.view(4, 1, 1)
+    score = mods.Score(lambda s, b, h, q, kv, aux: s * s)
+    whole = mods.Score(
+        lambda s, b, h, q, kv, aux: (mods.tanh(s / 2) * 2) * (mods.tanh(s / 2) * 2) - aux[0] * abs(q + 4 - kv) + aux[1],
+        (slope, bias),
+    )
+    found = sartor.attention(q, k, v, score=score, softcap=2.0, alibi_slopes=slopes, bias=bias)
+    assert torch.allclose(found, sartor.attention(q, k, v, score=whole), atol=1e-6)
+    assert "softcap > score > alibi > bias" in str(
+        sartor.explain(q, k, v, score=score, softcap=2.0, alibi_slopes=slopes, bias=bias)
+    )
+
+
+def test_what_a_score_must_be():
+    q, k, v = inputs()
+    plain = lambda s, b, h, q, kv, aux: s + aux[0]  # noqa: E731
+    wanted = mods.Score(plain, (torch.ones(9, 13, requires_grad=True),))
+    for call, error, words in (
+        (lambda: sartor.attention(q, k, v, score=plain), TypeError, "score must be a .*Score, got function: wrap it"),
+        (lambda: sartor.attention(q, k, v, score=mods.causal()), TypeError, "score must be a .*Score, got Mask"),
+        (lambda: sartor.attention(q, k, v, score=wanted), NotImplementedError, "aux tensors of score have no gradient"),
+        (lambda: sartor.attention(q, k, v, score=mods.bias(torch.ones(3, 13))), ValueError, "score must be broadcast"),
+        (lambda: mods.Score(3), TypeError, "score must be a function .*got int"),
+        (lambda: mods.Score(lambda s, b, h, q, kv, aux: q - kv), TypeError, "returns a float, got .q - kv"),
+        (lambda: mods.Score(lambda s, b, h, q, kv, aux: (s, s)), TypeError, "returns a float, got 2 values"),
+        (lambda: mods.Score(lambda s, b, h, q, kv: s), TypeError, "must take .s, b, h, q, kv, aux."),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    with torch.no_grad():
+        sartor.attention(q, k, v, score=wanted)
+
+
+def test_a_graph_takes_masks_and_scores_of_all_lengths():
+    """And tells two of one kind apart; what it names by a handle has to have been made."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    attend = torch.compile(
+        lambda q, k, v, m, s: sartor.attention(q, k, v, mask=m, score=s), dynamic=True, fullgraph=True, backend=counter
+    )
+    for n in range(8, 20):
+        q, k, v = (torch.randn(2, n, 4, 8) for _ in range(3))
+        mask, score = mods.document(torch.arange(2 * n).view(2, n) // 5), mods.bias(torch.randn(n, n))
+        assert torch.equal(attend(q, k, v, mask, score), sartor.attention(q, k, v, mask=mask, score=score))
+    assert counter.frame_count <= 2
+    arguments = list(ops.as_operator_arguments(Call(q, k, v, mask=mods.causal())))
+    arguments[8] += " of another process"
+    with pytest.raises(RuntimeError, match="a mod that this process has not made"):
+        torch.ops.sartor.attention(*arguments)
+
+
+def test_a_graph_has_the_gradients_of_masks_and_scores():
+    torch._dynamo.reset()
+    q, k, v = (t.requires_grad_() for t in inputs())
+    options = {
+        "mask": mods.document(torch.zeros(2, 9).int(), torch.arange(26).view(2, 13) // 9),
+        "sinks": torch.ones(4),
+    }
+    options["score"] = dialects.scores(4, 9, 13)["tables"]
+    attend = torch.compile(lambda: sartor.attention(q, k, v, **options), fullgraph=True, backend="aot_eager")
+    found, want = (torch.autograd.grad(f().square().sum(), (q, k, v)) for f in (attend, attend.__wrapped__))
+    assert all(map(torch.equal, found, want))
+
+
+def test_one_query_sees_all_that_a_causal_one_may():
+    """So that decoding takes the kernels of no mask."""
+    q, k, v = inputs(sq=1)
+    for causal, name in ((True, "full"), ("bottom_right", "full"), ("top_left", "causal")):
+        assert Problem.of(Call(q, k, v, causal=causal)).mask_name == name
+    assert Problem.of(Call(q, k, v, causal=True, window=(3, 0))).mask_name != "full"
+
+
+def test_traced_by_torchscript():
+    q, k, v = inputs(sq=13)
+    traced = torch.jit.trace(lambda q, k, v: sartor.attention(q, k, v, causal=True), (q, k, v))
+    others = inputs(sq=13, seed=5)
+    assert torch.equal(traced(*others), sartor.attention(*others, causal=True))
 
 
 def test_rows_far_apart_are_copied():

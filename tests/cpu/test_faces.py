@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sartor
 from sartor import testing
@@ -165,6 +166,14 @@ def test_what_is_not_there_says_so():
         sartor.flash_attn_varlen_func(q[0], k[0], v[0], lengths, lengths, 9, 9)
     with pytest.raises(NotImplementedError, match="k_cache"):
         sartor.flash_attn_with_kvcache(q, k, v)
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+def test_causal_biases_of_pytorch(make):
+    """They hold no data: what is in their memory must not be read."""
+    q, k, v = normal(2, 3, 5, 8), normal(2, 3, 9, 8, seed=1), normal(2, 3, 9, 8, seed=2)
+    found = sartor.scaled_dot_product_attention(q, k, v, make(5, 9))
+    assert torch.allclose(found, F.scaled_dot_product_attention(q, k, v, make(5, 9)), atol=1e-6)
 
 
 def test_compiles():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from functools import partial
 
@@ -304,6 +306,21 @@ def test_a_mask_means_what_it_says_in_python(name):
         assert torch.equal(attention(x, y, y, mask=mask, kernel=kernel), attention(x, y, y, mask=want, kernel=kernel))
 
 
+def test_a_mod_is_what_it_was_when_it_was_made():
+    """Whatever its function closes over becomes, and wherever it is taken."""
+    n = [0]
+    mask = mods.Mask(lambda b, h, q, kv, aux: q - kv < n[0] + aux[0], (lambda sq, skv: n[0] * sq,))
+    n[0] = 2
+    assert mask.materialize(1, 1, 3, 3).sum() == 3
+    x = torch.randn(1, 3, 2, 8)
+    for mod in (mask, mods.causal() & mods.document(torch.tensor([[0, 0, 1]])), ~mods.prefix(2)):
+        for same in (copy.deepcopy(mod), pickle.loads(pickle.dumps(mod))):
+            assert same.handle == mod.handle
+            assert torch.equal(attention(x, x, x, mask=same), attention(x, x, x, mask=mod))
+    assert repr(mask) == "Mask(mask)"
+    assert repr(mods.bias(torch.ones(3, 3))) == "Score(bias, torch.float32[1, 1, 3, 3])"
+
+
 def test_intervals_are_of_integers():
     with pytest.raises(TypeError, match="rows must return integers, got"):
         mods.Mask(lambda b, h, q, kv, aux: kv < q, rows=lambda b, h, q, aux: (0, q / 2, 0, 0))
@@ -313,7 +330,7 @@ def test_intervals_are_of_integers():
 
 def test_what_cannot_be_negative_is_divided_as_written():
     blocks = mods.Mask(lambda b, h, q, kv, aux: (q + kv * 2) // 64 == mods.maximum(kv - 3, 0) % 8)
-    assert Program.of(blocks, None)[0].keep.text() == blocks.handle.split(";")[0]
+    assert Program.of(blocks, None)[0].keep.text() == blocks.handle.split("; ")[1]
 
 
 def test_not_of_what_is_a_number():
@@ -359,7 +376,7 @@ SCORES = {
     "bias": mods.bias(torch.arange(5.0)),
     "chain": mods.softcap(2.0).then(mods.alibi(torch.tensor([0.5, 1.0]))).then(mods.bias(torch.ones(2, 1, 5))),
     "user": mods.Score(lambda s, b, h, q, kv, aux: mods.where(q > kv, s * s / aux[0], -s) + s * 2, (4.0,)),
-}
+} | {name: score for name, score in dialects.scores(2, 4, 5).items() if name not in (*dialects.OF_PLACES, "stepped")}
 
 
 @pytest.mark.parametrize("name", SCORES)

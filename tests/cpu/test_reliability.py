@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 import subprocess
 import sys
 import threading
@@ -768,22 +767,16 @@ def test_J09():
 
 def test_J10():
     q, k, v = inputs()
-    plain = forward_and_gradients(q, k, v)
     stacked = [torch.stack([t, t + 1]) for t in (q, k, v)]
-    each = torch.stack([sartor.attention(*(t[i] for t in stacked)) for i in range(2)])
     transforms = (
-        (lambda: torch.func.grad(lambda q: sartor.attention(q, k, v).sum())(q), plain[2]),
-        (lambda: torch.func.vmap(sartor.attention)(*stacked), each),
+        lambda: torch.func.grad(lambda q: sartor.attention(q, k, v).sum())(q),
+        lambda: torch.func.vmap(sartor.attention)(*stacked),
+        lambda: torch.func.jacrev(lambda q: sartor.attention(q, k, v).sum())(q),
     )
-    for call, right in transforms:
-        result, said = right, "vmap"
-        try:
-            result = call()
-        except (RuntimeError, NotImplementedError) as error:
-            said = str(error)
-        testing.check(result, right, right)
-        assert re.search(r"functorch|vmap|[Bb]atching", said)
-    with pytest.raises(NotImplementedError, match="jvp"):
+    for call in transforms:
+        with pytest.raises(NotImplementedError, match="attention has no functorch rules"):
+            call()
+    with pytest.raises(NotImplementedError, match=r"q must have no tangent.*jvp"):
         torch.func.jvp(lambda q: sartor.attention(q, k, v), (q,), (torch.ones_like(q),))
 
 

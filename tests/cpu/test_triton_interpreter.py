@@ -195,6 +195,20 @@ def case_features(name):
     verify(*inputs(), through_lse=True, **FEATURES[name]())
 
 
+@pytest.mark.parametrize("name", dialects.SCORES)
+def case_scores_of_every_operator(name):
+    score = dialects.scores(2, 40, 50)[name]
+    verify(*inputs(sq=40, skv=50), causal=True, score=score, through_lse=name not in dialects.OF_PLACES)
+
+
+def case_bfloat16_is_refused():
+    """The interpreter computes something else."""
+    q, k, v = (t.bfloat16() for t in inputs(sq=5, skv=7))
+    assert sartor.explain(q, k, v).plan.kernel.name == "torch_cpu"
+    with pytest.raises(sartor.errors.Unsupported, match="Triton's interpreter"):
+        sartor.attention(q, k, v, kernel="triton")
+
+
 @pytest.mark.parametrize("name", dialects.RULES)
 def case_a_mask_means_what_it_says_in_python(name):
     mask, want = dialects.make(40, 50)[name]

@@ -161,6 +161,12 @@ def test_features(name):
     verify(*inputs(), through_lse=True, **FEATURES[name]())
 
 
+@pytest.mark.parametrize("name", dialects.SCORES)
+def test_scores_of_every_operator(name):
+    score = dialects.scores(4, 130, 190, "cuda")[name]
+    verify(*inputs(), causal=True, score=score, through_lse=name not in dialects.OF_PLACES)
+
+
 @pytest.mark.parametrize("name", dialects.RULES)
 def test_a_mask_means_what_it_says_in_python(name):
     mask, _ = dialects.make(130, 190, "cuda")[name]

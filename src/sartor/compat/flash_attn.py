@@ -147,8 +147,9 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Not there yet: decoding from a cache, appending to it. Raises NotImplementedError."""
     raise NotImplementedError(
-        "k_cache and v_cache are not supported yet: expected dense keys and values."
-        " sartor.mods.prefix(lengths) masks what lies past each item's length"
+        "k_cache and v_cache are not supported yet: expected dense keys and values. Of a cache with lengths (batch,),"
+        " query i of n sees, without a window, what sartor.mods.Mask(lambda b, h, q, kv, aux: kv <= q + aux[0],"
+        " (lengths.view(-1, 1, 1, 1) - n,)) keeps; with causal=False, what sartor.mods.prefix(lengths) keeps"
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from sartor.api import attention
+from sartor.api import Causal, attention
 from sartor.checks import boolean, dense
 from sartor.compat.arguments import named, no_dropout
 
@@ -32,7 +33,8 @@ def scaled_dot_product_attention(
         query: (N, ..., H, L, E); rank 2 and 3 as in PyTorch, without heads or without a batch and heads.
         key: (N, ..., H, S, E); with `enable_gqa`, its H may divide the query's. Leading dims broadcast.
         value: (N, ..., H, S, Ev).
-        attn_mask: broadcastable to (N, ..., H, L, S): bool, True = attend, or float, added to the scores.
+        attn_mask: broadcastable to (N, ..., H, L, S): bool, True = attend, or float, added to the scores; or one of
+            torch.nn.attention.bias' causal_upper_left and causal_lower_right.
         dropout_p: 0; others raise NotImplementedError.
         is_causal: query i sees keys up to i, whatever L and S: PyTorch's top-left alignment. Not with `attn_mask`.
         scale: 1 / sqrt(E) by default.
@@ -54,8 +56,12 @@ def scaled_dot_product_attention(
             query[None], key[None], value[None], attn_mask, is_causal=is_causal, scale=scale, enable_gqa=True
         )[0]
     lead, q, k, v = _rank4(query, key, value, enable_gqa)
+    causal: Causal = "top_left" if is_causal else False
+    if isinstance(attn_mask, CausalBias):  # which holds no data
+        causal = "top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"
+        attn_mask = None
     out = attention(
-        q, k, v, layout="bhsd", causal="top_left" if is_causal else False, softmax_scale=scale,
+        q, k, v, layout="bhsd", causal=causal, softmax_scale=scale,
         **_extra(attn_mask, lead, (q.shape[2], k.shape[2])),
     )  # fmt: skip
     assert isinstance(out, Tensor)

@@ -41,7 +41,7 @@ def scores(p: Problem, x: Operands, q: torch.Tensor, k: torch.Tensor) -> tuple[t
     keep = keep.expand(raw.shape)
     s, slope = raw, None
     if p.program.score is not None and p.program.dscore is not None:
-        s = evaluate(p.program.score, symbols | {"s": raw}, x.aux, raw.dtype)
+        s = evaluate(p.program.score, symbols | {"s": raw}, x.aux, raw.dtype).to(raw.dtype)
         slope = evaluate(p.program.dscore, symbols | {"s": raw}, x.aux, raw.dtype)
     return torch.where(keep, s, -torch.inf), keep, slope
 

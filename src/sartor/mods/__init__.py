@@ -1,6 +1,7 @@
 """Masks and scores: small Python functions from which every kernel takes its code."""
 
 from sartor.mods.core import Mask, Score, maximum, minimum, where
+from sartor.mods.expr import tanh
 from sartor.mods.masks import causal, document, from_tensor, prefix, window
 from sartor.mods.scores import alibi, bias, softcap
 
@@ -16,6 +17,7 @@ __all__ = [
     "minimum",
     "prefix",
     "softcap",
+    "tanh",
     "where",
     "window",
 ]

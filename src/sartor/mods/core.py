@@ -14,21 +14,22 @@ never wrong.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 
 from sartor.checks import is_integer, real
-from sartor.mods.expr import Expr, diff, evaluate, floor_divide, lift, maximum, minimum, where
+from sartor.mods.expr import Expr, Traced, diff, evaluate, floor_divide, lift, maximum, minimum, where
 
 COMPARISONS = frozenset(["<", "<=", ">", ">=", "==", "!="])
 ARITHMETIC = frozenset(["+", "-", "*", "/", "//", "%", "neg", "abs", "maximum", "minimum", "<", "<=", ">", ">="])
 BIG = 2**28  # beyond every position; four of them stay within int32
 AuxValue = int | float | torch.Tensor | Callable[[int, int], int]
+AnyMod = TypeVar("AnyMod", bound="Mod")
 
 __all__ = ["BIG", "Aux", "Mask", "Program", "Score", "interval", "maximum", "minimum", "resolve", "where"]
 
@@ -70,11 +71,17 @@ def trace(fn: Callable[..., Any], names: tuple[str, ...], n_aux: int) -> Any:
     try:
         result = fn(*(Expr("sym", (name,)) for name in names), aux)
     except TypeError as error:
-        if "'Expr'" not in str(error):
+        said = str(error)
+        if "positional argument" in said:
+            raise TypeError(
+                f"a mask or score function must take ({', '.join(names)}, aux), got one where {said}"
+            ) from error
+        if "Expr" not in said:
             raise
         raise TypeError(
-            f"a mask or score function must use operators only, got {error}: pass tensors through `aux`, broadcastable"
-            " to (batch, heads, seqlen_q, seqlen_kv), and use aux[i] as the value at (b, h, q, kv)"
+            "a mask or score function must use + - * / // % & | ^ ~, comparisons, abs, and of sartor.mods maximum,"
+            f" minimum, tanh and where, got {said.splitlines()[0]}: pass tensors through `aux`, broadcastable to"
+            " (batch, heads, seqlen_q, seqlen_kv), and use aux[i] as the value at (b, h, q, kv)"
         ) from error
     return tuple(lift(r) for r in result) if isinstance(result, tuple) else lift(result)
 
@@ -158,18 +165,26 @@ def is_boolean(e: Any, aux: tuple[AuxValue, ...]) -> bool:
     return e.op in COMPARISONS
 
 
-def _text_of(function: Callable[[int, int], int]) -> str:
-    """What it computes of the lengths. Where it cannot be called on symbols, its address: its mask is kept with it."""
-    try:
-        return lift(function(*(Expr("sym", (name,)) for name in ("seqlen_q", "seqlen_kv")))).text()  # type: ignore[arg-type]
-    except Exception:
-        return f"function {id(function)}"
+def _text_of(value: AuxValue) -> str:
+    """An aux value without data: of a tensor its dtype and the dims it varies along, of a function what it computes.
+    Of one that could not be traced its address: the mask is kept with it."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}[{', '.join('1' if n == 1 else 'n' for n in value.shape)}]"
+    if isinstance(value, Traced):
+        return value.found.text()  # type: ignore[union-attr]
+    return f"function {id(value)}" if callable(value) else repr(value)
 
 
 def aux_value(i: int, value: Any) -> AuxValue:
-    """One aux value, numbers of other libraries as Python's."""
-    if type(value) in (bool, int, float) or isinstance(value, torch.Tensor) or callable(value):
+    """One aux value, numbers of other libraries as Python's, functions of the lengths traced where that is possible."""
+    if type(value) in (bool, int, float) or isinstance(value, (torch.Tensor, Traced)):
         return value  # type: ignore[no-any-return]
+    if callable(value):
+        names = "seqlen_q", "seqlen_kv"
+        try:
+            return Traced(names, lift(value(*(Expr("sym", (name,)) for name in names))))
+        except Exception:  # it compares, or asks for more
+            return value  # type: ignore[no-any-return]
     try:
         return operator.index(value) if is_integer(value) else real(f"aux[{i}]", value)
     except TypeError:
@@ -183,12 +198,78 @@ def _everywhere(b: Any, h: Any, position: Any, aux: Any) -> tuple[int, int, int,
     return 0, BIG, BIG, 0
 
 
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """Which keys a query attends to. Made before torch.compile compiles what uses it.
+class Mod:
+    """What masks and scores share. They are made before torch.compile compiles what uses them."""
+
+    aux: tuple[AuxValue, ...]
+    name: str
+    handle: str  # text that names all of the mod but the contents of its tensors
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__.lower()
+        if not isinstance(self.aux, tuple):
+            raise TypeError(f"aux must be a tuple of numbers, functions or tensors, got {type(self.aux).__name__}")
+        object.__setattr__(self, "aux", tuple(aux_value(i, a) for i, a in enumerate(self.aux)))
+        if torch.compiler.is_dynamo_compiling():  # a graph finds a mod by a handle that is there before it runs
+            raise RuntimeError(
+                f"{kind} must be made outside of what torch.compile compiles, and closed over or passed in"
+            )
+        texts = [kind, *self._trace(), *map(_text_of, self.aux)]
+        object.__setattr__(self, "handle", "; ".join(texts))
+        if self.handle not in _TEMPLATES:
+            _TEMPLATES[self.handle] = self
+            _TEMPLATES[self.handle] = self.with_tensors([t.to("meta") for t in self.tensors])
+
+    def _trace(self) -> list[str]:
+        """Keep its functions by what they compute; their texts. Raises TypeError where they are none of such a mod."""
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        shapes = [f"{t.dtype}{list(t.shape)}" for t in self.tensors]
+        return f"{type(self).__name__}({', '.join([self.name, *shapes])})"
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The aux tensors, in order."""
+        return [a for a in self.aux if isinstance(a, torch.Tensor)]
+
+    def with_tensors(self: AnyMod, tensors: list[torch.Tensor]) -> AnyMod:
+        """The same mod over other tensors."""
+        if not tensors:
+            return self
+        left = iter(tensors)
+        aux = tuple(next(left) if isinstance(a, torch.Tensor) else a for a in self.aux)
+        if any(_text_of(a) != _text_of(b) for a, b in zip(self.tensors, tensors, strict=True)):
+            return replace(self, aux=aux)  # type: ignore[type-var]
+        same = object.__new__(type(self))  # with its handle, which takes tracing to make
+        same.__dict__.update(self.__dict__, aux=aux)
+        return same
+
+
+_TEMPLATES: dict[str, Mod] = {}  # by handle, for good; over meta tensors, so that none is kept alive
+
+
+def lookup(handle: str, tensors: Iterator[torch.Tensor]) -> Any:
+    """The mod that a compiled graph names by its handle, over the next of the tensors it carries; None for no name."""
+    if not handle:
+        return None
+    found = _TEMPLATES.get(handle)
+    if found is None:
+        raise RuntimeError(f"this graph runs a mod that this process has not made: make its equal first, got {handle}")
+    return found.with_tensors(list(islice(tensors, len(found.tensors))))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mask(Mod):
+    """Which keys a query attends to.
 
     keep: `(b, h, q, kv, aux) -> bool`, operators only.
-    aux: values the functions read as `aux[0]`, `aux[1]`, ...
+    aux: values the functions read as `aux[0]`, `aux[1]`, ...: numbers, functions of (seqlen_q, seqlen_kv) that return an
+        integer, or tensors that broadcast to (batch, heads, seqlen_q, seqlen_kv). Integers have 32 bits on GPUs unless
+        a tensor or a constant has 64.
     rows: `(b, h, q, aux) -> (lo, hi, full_lo, full_hi)`, intervals of keys; may read aux that do not depend on kv.
     cols: `(b, h, kv, aux) -> (lo, hi, full_lo, full_hi)`, intervals of queries.
     """
@@ -198,7 +279,7 @@ class Mask:
     rows: Callable[..., Any] = _everywhere
     cols: Callable[..., Any] = _everywhere
     name: str = "mask"
-    handle: str = field(init=False, default="")  # text that names all of the mask but the contents of its tensors
+    handle: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         if not callable(self.keep):
@@ -206,58 +287,30 @@ class Mask:
         for name, fn in (("rows", self.rows), ("cols", self.cols)):
             if not callable(fn):
                 raise TypeError(f"{name} must be a function of positions and aux, got {type(fn).__name__}")
-        if not isinstance(self.aux, tuple):
-            raise TypeError(f"aux must be a tuple of numbers, functions or tensors, got {type(self.aux).__name__}")
-        object.__setattr__(self, "aux", tuple(aux_value(i, a) for i, a in enumerate(self.aux)))
-        if torch.compiler.is_dynamo_compiling():  # a graph finds a mask by a handle that is there before it runs
-            raise RuntimeError("mask must be made outside of what torch.compile compiles, and closed over or passed in")
-        object.__setattr__(self, "handle", self._describe())
-        if self.handle not in _TEMPLATES:
-            _TEMPLATES[self.handle] = self
-            _TEMPLATES[self.handle] = self.with_tensors([t.to("meta") for t in self.tensors])
+        super().__post_init__()
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The aux tensors, in order."""
-        return [a for a in self.aux if isinstance(a, torch.Tensor)]
-
-    def with_tensors(self, tensors: list[torch.Tensor]) -> Mask:
-        """The same mask over other tensors."""
-        if not tensors:
-            return self
-        left = iter(tensors)
-        aux = tuple(next(left) if isinstance(a, torch.Tensor) else a for a in self.aux)
-        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(self.tensors, tensors, strict=True)):
-            return Mask(self.keep, aux, self.rows, self.cols, self.name)
-        same = copy(self)  # with its handle, which takes tracing to make
-        object.__setattr__(same, "aux", aux)
-        return same
-
-    def _describe(self) -> str:
-        n = len(self.aux)
-        keep = trace(self.keep, ("b", "h", "q", "kv"), n)
+    def _trace(self) -> list[str]:
+        n, names = len(self.aux), ("b", "h", "q", "kv")
+        keep = trace(self.keep, names, n)
         if not is_boolean(keep, self.aux):
             found = keep.text() if isinstance(keep, Expr) else f"{len(keep)} values"
             raise TypeError(
                 "mask must be a function that returns a bool, expected a comparison (`<`, `==`, ...), a bool tensor of"
                 f" aux, or these combined by `&`, `|`, `~`, got {found}"
             )
+        object.__setattr__(self, "keep", Traced(names, keep))
         texts = [keep.text()]
-        for name, fn, position in (("rows", self.rows, "q"), ("cols", self.cols, "kv")):
-            span = trace(fn, ("b", "h", position), n)
+        for name, fn, position in (("rows", self.rows, ("b", "h", "q")), ("cols", self.cols, ("b", "h", "kv"))):
+            span = trace(fn, position, n)
             if not isinstance(span, tuple) or len(span) != 4:
                 count = len(span) if isinstance(span, tuple) else 1
                 raise TypeError(f"{name} must return (lo, hi, full_lo, full_hi), got {count} values")
             real = [e.text() for e in span if is_real(e, self.aux)]
             if real:
                 raise TypeError(f"{name} must return integers, got {real[0]}: divide by // instead of /")
+            object.__setattr__(self, name, Traced(position, span))
             texts += [e.text() for e in span]
-        for a in self.aux:
-            if isinstance(a, torch.Tensor):
-                texts.append(f"{a.dtype}{list(a.shape)}")
-            else:
-                texts.append(_text_of(a) if callable(a) else repr(a))
-        return "; ".join(texts)
+        return texts
 
     def materialize(self, batch: int, heads: int, seqlen_q: int, seqlen_kv: int, device: Any = None) -> torch.Tensor:
         """Bool (batch, heads, seqlen_q, seqlen_kv): the whole mask, for tests, plots and the reference."""
@@ -284,21 +337,11 @@ class Mask:
         return _combine(self, other, lambda x, y: x | y, hull, "|")
 
     def __invert__(self) -> Mask:
-        inner = self.keep  # and not `self`, with its tensors: a template keeps the function
-
         def keep(*position: Any) -> Any:
-            found = inner(*position)
+            found = self.keep(*position)
             return not found if isinstance(found, bool) else ~found
 
         return Mask(keep, self.aux, name=f"~{self.name}")
-
-
-_TEMPLATES: dict[str, Mask] = {}  # by handle, for good; over meta tensors, so that none is kept alive
-
-
-def lookup(handle: str, tensors: list[torch.Tensor]) -> Mask:
-    """The mask a compiled graph names by its handle, over the tensors the graph carries."""
-    return _TEMPLATES[handle].with_tensors(tensors)
 
 
 def index_tensors(batch: int, heads: int, seqlen_q: int, seqlen_kv: int, device: Any) -> tuple[torch.Tensor, ...]:
@@ -342,13 +385,35 @@ def interval(rows: Callable[..., Any], cols: Callable[..., Any], aux: tuple[AuxV
     return Mask(keep, aux, twice(rows), twice(cols), name)
 
 
-@dataclass(frozen=True, eq=False)
-class Score:
-    """A change of the scaled score, `fn(score, b, h, q, kv, aux) -> score`, in natural-log units."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Score(Mod):
+    """A change of the scaled score.
+
+    fn: `(score, b, h, q, kv, aux) -> score`, operators only, in natural-log units. Differentiated by the score on its
+        expression; what only rises in steps (`//`, comparisons) counts as constant there, as PyTorch's floor does.
+    aux: values the function reads as `aux[0]`, `aux[1]`, ...; tensors of them have no gradient.
+    """
 
     fn: Callable[..., Any]
     aux: tuple[AuxValue, ...] = ()
     name: str = "score"
+    handle: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(
+                f"score must be a function (score, b, h, q, kv, aux) -> score, got {type(self.fn).__name__}"
+            )
+        super().__post_init__()
+
+    def _trace(self) -> list[str]:
+        names = "s", "b", "h", "q", "kv"
+        found = trace(self.fn, names, len(self.aux))
+        if not isinstance(found, Expr) or not is_real(found, self.aux):
+            got = found.text() if isinstance(found, Expr) else f"{len(found)} values"
+            raise TypeError(f"score must be a function that returns a float, got {got}")
+        object.__setattr__(self, "fn", Traced(names, found))
+        return [found.text()]
 
     def then(self, other: Score) -> Score:
         """This score first, the other one on its result."""
@@ -391,7 +456,11 @@ class Program:
             parts["cols"] = traced(mask.cols, ("b", "h", "kv"), mask.aux)
         if score:
             shifted = lambda *a: score.fn(*a[:-1], a[-1][n:])  # noqa: E731 - one use
-            parts["score"] = traced(shifted, ("s", "b", "h", "q", "kv"), values)
+            changed = traced(shifted, ("s", "b", "h", "q", "kv"), values)
+            if "s" not in changed.leaves():  # kernels take one for every pair of query and key
+                s = Expr("sym", ("s",))
+                changed = where(s == s, changed, changed)
+            parts["score"] = changed
             parts["dscore"] = diff(parts["score"], "s")
         aux = tuple(Aux(pattern(v), str(v.dtype) if isinstance(v, torch.Tensor) else "") for v in values)
         return cls(aux, **parts), values

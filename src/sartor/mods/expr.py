@@ -7,6 +7,7 @@ Two mods with the same tree are the same mod, whatever closures they came from, 
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+STEPS = frozenset(["<", "<=", ">", ">=", "==", "!=", "&", "|", "^", "invert", "floor_divide"])
 INFIX = frozenset(["+", "-", "*", "/", "//", "%", "<", "<=", ">", ">=", "==", "!=", "&", "|", "^"])
 
 
@@ -67,6 +69,8 @@ def lift(value: object) -> Expr:
         return value
     if isinstance(value, (bool, int, float)):
         return Expr("const", (value,))
+    if isinstance(value, numbers.Real):  # NumPy's
+        return Expr("const", (int(value) if isinstance(value, numbers.Integral) else float(value),))
     raise TypeError(f"a mask or score function may combine symbols and numbers only, got {type(value).__name__}")
 
 
@@ -137,15 +141,31 @@ def evaluate(e: Expr, symbols: Mapping[str, Any], aux: Sequence[Any], dtype: tor
     return _FUNCTIONS[e.op](*(evaluate(a, symbols, aux, dtype) for a in e.args))
 
 
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A function by what it computed of symbols when it was traced: what it closes over may change since."""
+
+    names: tuple[str, ...]
+    found: Expr | tuple[Expr, ...]
+
+    def __call__(self, *args: Any) -> Any:
+        symbols, aux = dict(zip(self.names, args, strict=False)), args[-1]  # aux comes last, where there is any
+        if isinstance(self.found, tuple):
+            return tuple(evaluate(e, symbols, aux) for e in self.found)
+        return evaluate(self.found, symbols, aux)
+
+
 ZERO, ONE = lift(0.0), lift(1.0)
 
 
 def diff(e: Expr, name: str) -> Expr:
-    """Derivative of `e` with respect to the symbol `name`; comparisons and aux values are constants."""
-    if name not in e.leaves():
+    """Derivative of `e` with respect to the symbol `name`; what rises in steps and aux values are constants."""
+    if name not in e.leaves() or e.op in STEPS:
         return ZERO
     if e.op == "sym":
         return ONE
+    if e.op == "where":
+        return Expr("where", (e.args[0], *(diff(a, name) for a in e.args[1:])))
     parts = [diff(a, name) for a in e.args]
     if e.op == "neg" or (e.op == "-" and parts[0] is ZERO):
         return Expr("neg", (parts[-1],))
@@ -154,12 +174,18 @@ def diff(e: Expr, name: str) -> Expr:
     if e.op == "*":
         left, right = _times(parts[0], e.args[1]), _times(e.args[0], parts[1])
         return left if right is ZERO else right if left is ZERO else Expr("+", (left, right))
-    if e.op == "/" and parts[1] is ZERO:
-        return Expr("/", (parts[0], e.args[1]))
+    if e.op == "/":
+        falls = _times(e, parts[1])
+        rise = parts[0] if falls is ZERO else Expr("-", (parts[0], falls))
+        return Expr("/", (rise, e.args[1]))
     if e.op == "tanh":
         return _times(Expr("-", (ONE, Expr("*", (e, e)))), parts[0])
-    if e.op == "where":
-        return Expr("where", (e.args[0], parts[1], parts[2]))
+    if e.op == "abs":
+        x, rise = e.args[0], parts[0]
+        return where(x > 0, rise, where(x < 0, Expr("neg", (rise,)), ZERO))  # type: ignore[no-any-return]
+    if e.op in ("maximum", "minimum"):  # of equal ones half of each, as PyTorch has it
+        (x, y), (one, other) = e.args, parts if e.op == "maximum" else parts[::-1]
+        return where(x > y, one, where(x < y, other, Expr("*", (Expr("+", (one, other)), lift(0.5)))))  # type: ignore[no-any-return]
     raise NotImplementedError(f"no derivative is known for `{e.op}` in {e.text()}")
 
 

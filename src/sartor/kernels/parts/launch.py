@@ -30,6 +30,8 @@ def reasons(p: Problem, dev: Device) -> list[str]:
         why.append("needs an NVIDIA GPU, the tensors are on a CPU")
     elif not dev.is_cpu and dev.arch < 80:
         why.append(f"needs compute capability >= 8.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
+    elif p.dtype == torch.bfloat16 and interpreted():
+        why.append("needs float16 or float32 in Triton's interpreter, where bfloat16 is wrong")
     if p.dtype not in DTYPES:
         why.append(f"needs float16, bfloat16 or float32, got {p.dtype}")
     return why
