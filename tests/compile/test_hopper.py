@@ -75,6 +75,7 @@ FEATURES = {
     "bias": {"bias": meta(1, 4, 1000, 1000, dtype=BF16), "causal": True},
     "mask": {"mask": meta(2, 1, 1000, 1000, dtype=torch.bool)},
     "document": {"mask": mods.document(meta(2, 1000, dtype=torch.int64))},
+    "packed": {"mask": mods.packed(*[meta(9, dtype=torch.int32)] * 2, 1000, 1000, causal=True)},
     "user": {"mask": mods.Mask(lambda b, h, q, kv, aux: (q // 3 + kv * h) % aux[0] != 1, (3,))},
     "sinks": {"sinks": meta(4)},
     "negative_scale": {"softmax_scale": -0.5},

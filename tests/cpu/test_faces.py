@@ -159,11 +159,104 @@ def test_errors_in_the_words_of_the_face(call, words):
         call(*flash_inputs())
 
 
+ENDS = (
+    torch.tensor([0, 0, 7, 8, 20, 20]),
+    torch.tensor([0, 3, 3, 12, 30, 30]),
+)  # of sequences with no query, key or both
+
+
+def packed_inputs(past=0):
+    """What ENDS says, and some tokens past it."""
+    return normal(20 + past, 4, 8), normal(30 + past, 2, 8, seed=1), normal(30 + past, 2, 8, seed=2)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True}, {"window_size": (3, 2), "softcap": 2.0}, {"window_size": (2, -1), "causal": True},
+    {"alibi_slopes": torch.tensor([0.5, 0.25, 1.0, 0.1]), "causal": True}, {"alibi_slopes": torch.rand(5, 4)},
+], ids=["full", "causal", "window", "open", "alibi", "alibi_of_each"])  # fmt: skip
+def test_packed_sequences_are_those_one_by_one(options):
+    """Outputs, lse and gradients. D15: NaN past the last one reaches nothing; D17: nor does one without tokens."""
+    leaves = [t.requires_grad_() for t in packed_inputs(past=3)]
+    with torch.no_grad():
+        for t, end in zip(leaves, (20, 30, 30), strict=True):
+            t[end:] = torch.nan
+    out, lse, _ = sartor.flash_attn_varlen_func(*leaves, *ENDS, 12, 18, return_attn_probs=True, **options)
+    grads = torch.autograd.grad((out.square().sum() + lse[lse.isfinite()].sum()), leaves)
+    assert not out[20:].any()
+    assert not any(g[end:].any() for g, end in zip(grads, (20, 30, 30), strict=True))
+    parts = zip(*(e.tolist()[i:] for e in ENDS for i in (0, 1)), strict=False)
+    for n, (q0, q1, k0, k1) in enumerate(parts):
+        own = [t[None, a:b] for t, (a, b) in zip(leaves, ((q0, q1), (k0, k1), (k0, k1)), strict=True)]
+        given = dict(options)
+        if given.get("alibi_slopes", out[0, 0]).dim() == 2:
+            given["alibi_slopes"] = given["alibi_slopes"][n]
+        one, one_lse, _ = sartor.flash_attn_func(*own, return_attn_probs=True, **given)
+        assert torch.allclose(out[q0:q1], one[0], atol=1e-6)
+        assert torch.allclose(lse[:, q0:q1], one_lse[0], atol=1e-6)
+        if q0 == q1 or k0 == k1:
+            continue
+        want = torch.autograd.grad((one.square().sum() + one_lse[one_lse.isfinite()].sum()), leaves)
+        for found, expected, (a, b) in zip(grads, want, ((q0, q1), (k0, k1), (k0, k1)), strict=True):
+            assert torch.allclose(found[a:b], expected[a:b], atol=1e-5)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"cu_seqlens_k": ENDS[1].float()}, "cu_seqlens_k must be integers .*float32"),
+    ({"cu_seqlens_q": ENDS[0][None]}, r"cu_seqlens_q must be integers .*\(1, 6\)"),
+    ({"cu_seqlens_q": ENDS[0].tolist()}, "cu_seqlens_q must be a torch.Tensor, got list"),
+    ({"cu_seqlens_q": ENDS[0][:0]}, "cu_seqlens_q must have one element more .*got 0"),
+    ({"cu_seqlens_k": ENDS[1][:3]}, "cu_seqlens_k must have .*got 3 and 6"),
+    ({"cu_seqlens_q": ENDS[0] + 1}, "cu_seqlens_q must begin with 0"),
+    ({"cu_seqlens_q": torch.tensor([0, 9, 8, 9, 9, 20])}, "cu_seqlens_q must .*never fall"),
+    ({"cu_seqlens_q": -ENDS[0]}, "cu_seqlens_q must .*never fall"),
+    ({"cu_seqlens_k": ENDS[1] * 2}, "cu_seqlens_k must end at the number of tokens, 30, or before, got 60"),
+    ({"cu_seqlens_k": ENDS[1].to("meta")}, "cu_seqlens_k must be on the device of cu_seqlens_q"),
+    ({f"cu_seqlens_{x}": ENDS[0].to("meta") for x in "qk"}, "cu_seqlens_q must be on the device of q"),
+    ({"q": normal(1, 20, 4, 8)}, "q must have 3 dims"),
+    ({"alibi_slopes": torch.rand(3, 4)}, r"alibi_slopes must have shape \(4,\) or \(5, 4\), got \(3, 4\)"),
+    ({"window_size": (1,)}, "window_size must be"),
+    ({"causal": 1}, "causal must be a bool"),
+])  # fmt: skip
+def test_bad_packed_sequences(change, words):
+    """D02 to D11."""
+    names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
+    given = dict(zip(names, (*packed_inputs(), *ENDS), strict=True)) | {"max_seqlen_q": 12, "max_seqlen_k": 18}
+    with pytest.raises((TypeError, ValueError), match=words):
+        sartor.flash_attn_varlen_func(**given | change)
+
+
+def test_packed_sequences_of_any_integers_and_strides():
+    """D01, D14, D17."""
+    q, k, v = packed_inputs()
+    want = sartor.flash_attn_varlen_func(q, k, v, *ENDS, 12, 18, causal=True)
+    for ends in ([e.int() for e in ENDS], [torch.stack([e, e], 1)[:, 0] for e in ENDS]):
+        assert torch.equal(sartor.flash_attn_varlen_func(q, k, v, *ends, 12, 18, causal=True), want)
+    for ends in (torch.zeros(1).int(), torch.zeros(4).int()):
+        assert sartor.flash_attn_varlen_func(q[:0], k[:0], v[:0], ends, ends, 0, 0).shape == (0, 4, 8)
+        assert not sartor.flash_attn_varlen_func(q, k, v, ends, ends, 0, 0).any()
+
+
+def test_packed_sequences_compile():
+    """In one graph, although the mask is made within it, for all lengths."""
+    torch._dynamo.reset()
+    attend = torch.compile(sartor.flash_attn_varlen_func, fullgraph=True, dynamic=True, backend="aot_eager")
+    slopes = torch.rand(2, 4)
+    for n in (10, 16, 23):
+        q, k, v = (normal(n, 4, 8, seed=i).requires_grad_() for i in range(3))
+        ends = torch.tensor([0, 6, n])
+        found, want = (
+            torch.autograd.grad(
+                f(q, k, v, ends, ends, n, n, causal=True, alibi_slopes=slopes).square().sum(), (q, k, v)
+            )
+            for f in (attend, sartor.flash_attn_varlen_func)
+        )
+        assert all(map(torch.equal, found, want))
+
+
 def test_what_is_not_there_says_so():
     q, k, v = flash_inputs()
-    lengths = torch.tensor([0, 9], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="cu_seqlens_q"):
-        sartor.flash_attn_varlen_func(q[0], k[0], v[0], lengths, lengths, 9, 9)
+    with pytest.raises(NotImplementedError, match="block_table must be None"):
+        sartor.flash_attn_varlen_func(q[0], k[0], v[0], *ENDS, 9, 9, block_table=torch.zeros(1, 1).int())
     with pytest.raises(NotImplementedError, match="k_cache"):
         sartor.flash_attn_with_kvcache(q, k, v)
 

@@ -175,6 +175,9 @@ FEATURES = {
         "causal": True, "mask": mods.document(*(torch.arange(n)[None] // 25 for n in (70, 90)))
     },
     "document_scattered": lambda: {"mask": mods.document(*(torch.arange(n)[None] % 3 for n in (70, 90)))},
+    "packed": lambda: {
+        "mask": mods.packed(torch.tensor([0, 0, 20, 21, 66]), torch.tensor([0, 9, 31, 80, 85]), 70, 90, window=(9, 2))
+    },
     "user": lambda: {"mask": mods.Mask(lambda b, h, q, kv, aux: (q + kv * h + b) % aux[0] != 1, (3,))},
     "user_below_0": lambda: {
         "mask": mods.Mask(lambda b, h, q, kv, aux: ((kv - q) // 8 != -1) & ((q - kv) % aux[0] != -1), (-3,))

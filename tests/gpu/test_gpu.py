@@ -146,6 +146,12 @@ FEATURES = {
     "document_scattered": lambda: {
         "mask": mods.document(*(torch.arange(n, device="cuda")[None] % 3 for n in (130, 190))), "causal": True
     },
+    "packed": lambda: {
+        "mask": mods.packed(
+            *(torch.tensor(ends, device="cuda") for ends in ([0, 0, 70, 71, 126], [0, 9, 131, 180, 185])),
+            130, 190, causal=True,
+        )
+    },
     "user": lambda: {"mask": mods.Mask(lambda b, h, q, kv, aux: (q + kv * h + b) % aux[0] != 1, (3,))},
     "composed": lambda: {"mask": (mods.prefix(9) | mods.window(30, 0)) & ~mods.window(3, 3)},
     "sinks": lambda: {"sinks": normal(4), "causal": True},

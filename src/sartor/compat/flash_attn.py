@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from sartor.api import attention
-from sartor.checks import boolean, dense
+from sartor.checks import boolean, dense, floating
 from sartor.compat.arguments import named, no_dropout
+from sartor.mods import packed, packed_alibi
 
 Tensor = torch.Tensor
 Window = tuple[int | None, int | None]
 Result = Tensor | tuple[Tensor, Tensor, None]
-NAMES = {"window": "window_size", "return_lse": "return_attn_probs"}
+NAMES = {"window": "window_size", "return_lse": "return_attn_probs", "cu_seqlens_kv": "cu_seqlens_k"}
 
 
 @named(NAMES)
@@ -99,6 +100,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
+@named(NAMES)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -117,11 +119,48 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """Not there yet: sequences packed along one axis. Raises NotImplementedError."""
-    raise NotImplementedError(
-        "cu_seqlens_q and cu_seqlens_k are not supported yet: expected dense (batch, seqlen, heads, dim) tensors."
-        " sartor.mods.document(ids) keeps the sequences of one row apart"
-    )
+    """Attention of sequences packed along one axis, with flash-attn 2's signature.
+
+    Args:
+        q: (total_q, heads_q, dim).
+        k, v: (total_k, heads_kv, dim).
+        cu_seqlens_q: integers (sequences + 1,), where each sequence's queries begin, from 0 on, and the last one's end.
+        cu_seqlens_k: the same for keys. Lengths may be 0; tokens past the last sequence see and are seen by none.
+        max_seqlen_q, max_seqlen_k: accepted; nothing depends on them.
+        block_table: None; pages are not supported.
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: as for
+            `flash_attn_func`, sequence by sequence.
+        alibi_slopes: float32 (heads_q,) or (sequences, heads_q).
+
+    Returns:
+        out (total_q, heads_q, dim); with return_attn_probs (out, lse, None), lse (heads_q, total_q).
+        The mask is made anew by each call: layers that share lengths spare that with `sartor.mods.packed`.
+    """
+    no_dropout(dropout_p)
+    if block_table is not None:
+        raise NotImplementedError("block_table must be None: pages of keys are not supported yet")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        dense(name, t)
+        if t.dim() != 3:
+            raise ValueError(f"{name} must have 3 dims (tokens, heads, dim), got {t.dim()}: {tuple(t.shape)}")
+    lengths = q.shape[0], k.shape[0]
+    mask = packed(cu_seqlens_q, cu_seqlens_k, *lengths, boolean("causal", causal), window_size)
+    if cu_seqlens_q.device != q.device:
+        raise ValueError(f"cu_seqlens_q must be on the device of q, {q.device}, got {cu_seqlens_q.device}")
+    score = None
+    if alibi_slopes is not None:
+        floating("alibi_slopes", alibi_slopes)
+        shapes = (q.shape[1],), (cu_seqlens_q.shape[0] - 1, q.shape[1])
+        if tuple(alibi_slopes.shape) not in shapes:
+            raise ValueError(
+                f"alibi_slopes must have shape {shapes[0]} or {shapes[1]}, got {tuple(alibi_slopes.shape)}"
+            )
+        score = packed_alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, lengths[0])
+    result = attention(
+        q[None], k[None], v[None], mask=mask, score=score, softmax_scale=softmax_scale, softcap=softcap,
+        deterministic=deterministic, return_lse=return_attn_probs,
+    )  # fmt: skip
+    return (result[0][0], result[1][0], None) if isinstance(result, tuple) else result[0]
 
 
 def flash_attn_with_kvcache(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from sartor.api import Causal, attention
 from sartor.checks import boolean, dense
@@ -57,8 +56,9 @@ def scaled_dot_product_attention(
         )[0]
     lead, q, k, v = _rank4(query, key, value, enable_gqa)
     causal: Causal = "top_left" if is_causal else False
-    if isinstance(attn_mask, CausalBias):  # which holds no data
-        causal = "top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"
+    variant = getattr(attn_mask, "variant", None)
+    if variant is not None:  # torch.nn.attention.bias.CausalBias, which holds no data, and is slow to import
+        causal = "top_left" if variant.name == "UPPER_LEFT" else "bottom_right"
         attn_mask = None
     out = attention(
         q, k, v, layout="bhsd", causal=causal, softmax_scale=scale,

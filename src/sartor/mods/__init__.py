@@ -2,8 +2,8 @@
 
 from sartor.mods.core import Mask, Score, maximum, minimum, where
 from sartor.mods.expr import tanh
-from sartor.mods.masks import causal, document, from_tensor, prefix, window
-from sartor.mods.scores import alibi, bias, softcap
+from sartor.mods.masks import causal, document, from_tensor, packed, prefix, window
+from sartor.mods.scores import alibi, bias, packed_alibi, softcap
 
 __all__ = [
     "Mask",
@@ -15,6 +15,8 @@ __all__ = [
     "from_tensor",
     "maximum",
     "minimum",
+    "packed",
+    "packed_alibi",
     "prefix",
     "softcap",
     "tanh",

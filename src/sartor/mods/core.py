@@ -262,12 +262,26 @@ def lookup(handle: str, tensors: Iterator[torch.Tensor]) -> Any:
     return found.with_tensors(list(islice(tensors, len(found.tensors))))
 
 
+class Named:
+    """A mod as a graph names it, which can be made while torch.compile compiles."""
+
+    def __init__(self, handle: str, tensors: list[torch.Tensor]) -> None:
+        self.handle, self.tensors = handle, tensors
+
+
+def over(template: AnyMod, *tensors: torch.Tensor) -> AnyMod:
+    """The template over these tensors. It is made at import, so that graphs know its handle."""
+    if torch.compiler.is_compiling():
+        return Named(template.handle, list(tensors))  # type: ignore[return-value]
+    return template.with_tensors(list(tensors))
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask(Mod):
     """Which keys a query attends to.
 
     keep: `(b, h, q, kv, aux) -> bool`, operators only.
-    aux: values the functions read as `aux[0]`, `aux[1]`, ...: numbers, functions of (seqlen_q, seqlen_kv) that return an
+    aux: values the functions read as `aux[0]`, `aux[1]`, ...: numbers, functions of (seqlen_q, seqlen_kv) that give an
         integer, or tensors that broadcast to (batch, heads, seqlen_q, seqlen_kv). Integers have 32 bits on GPUs unless
         a tensor or a constant has 64.
     rows: `(b, h, q, aux) -> (lo, hi, full_lo, full_hi)`, intervals of keys; may read aux that do not depend on kv.

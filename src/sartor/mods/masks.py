@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 
 from sartor.checks import dense, is_integer, sides
-from sartor.mods.core import BIG, Mask, four_dims, interval, where
+from sartor.mods.core import BIG, Mask, four_dims, interval, over, where
 
 Align = Literal["bottom_right", "top_left"]
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # that torch sorts and searches
@@ -98,6 +99,81 @@ def document(ids: torch.Tensor, kv_ids: torch.Tensor | None = None) -> Mask:
         cols=lambda b, h, kv, aux: aux[6:10],
         name="document",
     )
+
+
+_PACKED = interval(
+    rows=lambda b, h, q, aux: (aux[0], aux[1]),
+    cols=lambda b, h, kv, aux: (aux[2], aux[3]),
+    aux=(
+        *[torch.empty(2, 1, dtype=torch.int32, device="meta")] * 2,
+        *[torch.empty(2, dtype=torch.int32, device="meta")] * 2,
+    ),
+    name="packed",
+)
+
+
+def packed(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    seqlen_q: int,
+    seqlen_kv: int,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+) -> Mask:
+    """Sequences one after another in a batch of one, of `seqlen_q` queries and `seqlen_kv` keys in all: number n has
+    the queries [cu_seqlens_q[n], cu_seqlens_q[n + 1]) and the keys [cu_seqlens_kv[n], cu_seqlens_kv[n + 1]).
+
+    Both are integers of shape (sequences + 1,), from 0 on. `causal` and `window` are those of each sequence, aligned at
+    its last query and key, and not given to `attention` besides. What lies past the last sequence sees nothing and is
+    seen by none. Values are checked where they are on the CPU: elsewhere that would wait for the device.
+    """
+    given = ("cu_seqlens_q", cu_seqlens_q, seqlen_q), ("cu_seqlens_kv", cu_seqlens_kv, seqlen_kv)
+    for name, t, length in given:
+        _check_integers(name, t, "(sequences + 1,)", (1,))
+        if t.shape[0] == 0 or t.shape != cu_seqlens_q.shape:
+            raise ValueError(
+                f"{name} must have one element more than there are sequences, as many as cu_seqlens_q, got"
+                f" {t.shape[0]} and {cu_seqlens_q.shape[0]}"
+            )
+        if t.device != cu_seqlens_q.device:
+            raise ValueError(f"{name} must be on the device of cu_seqlens_q, {cu_seqlens_q.device}, got {t.device}")
+        if t.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_ends(name, t.tolist(), length)
+    left, right = (None, None) if window is None else sides(window)
+    right = 0 if causal else right
+    q, kv = cu_seqlens_q.int(), cu_seqlens_kv.int()
+    rows, cols = _within(q, kv, seqlen_q, left, right), _within(kv, q, seqlen_kv, right, left)
+    return over(_PACKED, *(t[:, None] for t in rows), *cols)
+
+
+def _check_ends(name: str, ends: list[int], length: int) -> None:
+    if ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
+        raise ValueError(f"{name} must begin with 0 and never fall, got {ends[:20]}")
+    if ends[-1] > length:
+        raise ValueError(f"{name} must end at the number of tokens, {length}, or before, got {ends[-1]}")
+
+
+def diagonal(own: torch.Tensor, others: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each of `length` places among packed sequences, the number of its sequence, and where among the other ones the
+    place lies that is as far from its sequence's end."""
+    place = torch.arange(length, dtype=torch.int32, device=own.device)
+    number = torch.searchsorted(own[1:].contiguous(), place, right=True)
+    after = (number + 1).clamp(max=own.shape[0] - 1)
+    return number, others[after] - own[after] + place
+
+
+def _within(
+    own: torch.Tensor, others: torch.Tensor, length: int, before: int | None, after: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each place, the interval of places in the other's sequence that it goes with; empty past the last one."""
+    number, place = diagonal(own, others, length)
+    end = (number + 1).clamp(max=own.shape[0] - 1)
+    lo, hi = others[end - 1], others[end]  # for no sequence at all, the last element twice: none
+    if before is not None:
+        lo = torch.maximum(lo, place - min(before, BIG))
+    if after is not None:
+        hi = torch.minimum(hi, place + min(after, BIG) + 1)
+    return lo, torch.where(number < own.shape[0] - 1, hi, lo)
 
 
 def _check_integers(name: str, t: Any, shape: str, dims: tuple[int, ...]) -> None:

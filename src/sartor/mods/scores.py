@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sartor.mods.core import Score, four_dims
+from sartor.mods.core import Score, four_dims, over
 from sartor.mods.expr import tanh
-from sartor.mods.masks import offset
+from sartor.mods.masks import diagonal, offset
 
 
 def softcap(cap: float) -> Score:
@@ -21,6 +21,23 @@ def alibi(slopes: torch.Tensor, dtype: torch.dtype = torch.float32) -> Score:
     """
     aux = (slopes_table(slopes, dtype), offset)
     return Score(lambda s, b, h, q, kv, aux: s - aux[0] * abs(q + aux[1] - kv), aux, "alibi")
+
+
+_PACKED_ALIBI = Score(
+    lambda s, b, h, q, kv, aux: s - aux[0] * abs(aux[1] - kv),
+    (torch.empty(2, 1, 1, device="meta"), torch.empty(2, 1, dtype=torch.int32, device="meta")),
+    "alibi",
+)
+
+
+def packed_alibi(slopes: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, seqlen_q: int) -> Score:
+    """`alibi` of each of the sequences that `packed` keeps apart; slopes are (heads_q,) or (sequences, heads_q)."""
+    number, place = diagonal(cu_seqlens_q.int(), cu_seqlens_kv.int(), seqlen_q)
+    if slopes.dim() == 2:
+        slopes = slopes[number.clamp(max=max(slopes.shape[0] - 1, 0))].T[..., None]
+    else:
+        slopes = slopes[:, None, None]
+    return over(_PACKED_ALIBI, slopes.float(), place[:, None])
 
 
 def slopes_table(slopes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
