@@ -12,7 +12,8 @@ import torch
 
 from sartor.checks import LAYOUTS, boolean, dense, floating, known_layout, real, sides
 from sartor.mods import masks, scores
-from sartor.mods.core import Mask, Mod, Program, Score, four_dims, resolve
+from sartor.mods.core import Mask, Mod, Program, Score
+from sartor.mods.tracing import four_dims, resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DIM = 512

@@ -23,7 +23,7 @@ from sartor.kernels import blocked, triton_backward
 from sartor.kernels.blocked import BACKWARD_SPEC
 from sartor.kernels.spec import Saved
 from sartor.mods import core
-from sartor.mods.core import resolve
+from sartor.mods.tracing import resolve
 from sartor.problem import FARTHEST, Call, Problem, is_copied
 
 

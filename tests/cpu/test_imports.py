@@ -26,7 +26,7 @@ MAY = {
     "ops": {"plan", "kernels", "problem", "device", "mods"},
     "api": {"checks", "ops", "plan", "problem", "device", "mods"},
     "testing": {"api", "kernels", "problem", "mods"},
-    "compat": {"api", "checks"},
+    "compat": {"api", "checks", "mods"},
 }
 
 

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import dialects
 from sartor import attention, mods
 from sartor.mods import expr
-from sartor.mods.core import BIG, Program, resolve
+from sartor.mods.core import BIG, Program
 from sartor.mods.expr import Expr, diff, evaluate, lift
 from sartor.mods.masks import from_tensor
+from sartor.mods.tracing import resolve
 from sartor.problem import Call, Problem
 
 

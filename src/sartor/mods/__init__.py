@@ -1,7 +1,7 @@
 """Masks and scores: small Python functions from which every kernel takes its code."""
 
-from sartor.mods.core import Mask, Score, maximum, minimum, where
-from sartor.mods.expr import tanh
+from sartor.mods.core import Mask, Score
+from sartor.mods.expr import maximum, minimum, tanh, where
 from sartor.mods.masks import causal, document, from_tensor, packed, prefix, window
 from sartor.mods.scores import alibi, bias, packed_alibi, softcap
 

@@ -9,7 +9,9 @@ from typing import Any, Literal
 import torch
 
 from sartor.checks import dense, is_integer, sides
-from sartor.mods.core import BIG, Mask, four_dims, interval, over, where
+from sartor.mods.core import BIG, Mask, interval, over
+from sartor.mods.expr import where
+from sartor.mods.tracing import four_dims
 
 Align = Literal["bottom_right", "top_left"]
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # that torch sorts and searches

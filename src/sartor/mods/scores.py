@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sartor.mods.core import Score, four_dims, over
+from sartor.mods.core import Score, over
 from sartor.mods.expr import tanh
 from sartor.mods.masks import diagonal, offset
+from sartor.mods.tracing import four_dims
 
 
 def softcap(cap: float) -> Score:

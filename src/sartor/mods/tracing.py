@@ -1,0 +1,179 @@
+"""From a mod's function to an expression that means the same in every language, and what is known of one.
+
+A function is called once, on symbols. Aux values are what it reads besides: numbers, functions of the lengths, tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sartor.checks import is_integer, real
+from sartor.mods.expr import Expr, Traced, floor_divide, lift, where
+
+COMPARISONS = frozenset(["<", "<=", ">", ">=", "==", "!="])
+ARITHMETIC = frozenset(["+", "-", "*", "/", "//", "%", "neg", "abs", "maximum", "minimum", "<", "<=", ">", ">="])
+AuxValue = int | float | torch.Tensor | Callable[[int, int], int]
+
+
+def four_dims(t: torch.Tensor) -> torch.Tensor:
+    """The tensor with dims of size 1 in front, up to (batch, heads, seqlen_q, seqlen_kv)."""
+    return t if t.dim() == 4 else t[(None,) * (4 - t.dim())]
+
+
+def resolve(value: AuxValue, seqlen_q: int, seqlen_kv: int) -> Any:
+    """The aux value of one problem: functions of the lengths are called, tensors get four dims."""
+    if isinstance(value, torch.Tensor):
+        return four_dims(value)
+    if not callable(value):
+        return value
+    found: Any = value(seqlen_q, seqlen_kv)
+    if isinstance(found, (int, torch.SymInt)):
+        return found
+    if not is_integer(found):
+        raise TypeError(
+            "a function among the aux values of a mask or score must return an integer for seqlen_q and seqlen_kv,"
+            f" {seqlen_q} and {seqlen_kv}, got {type(found).__name__}: {found!r}"
+        )
+    return operator.index(found)
+
+
+def pattern(value: AuxValue) -> str:
+    """Of which of b, h, q, k (kv) a tensor depends, upper case where its stride is 1; "n" or "f" for a number."""
+    if not isinstance(value, torch.Tensor):
+        return "f" if isinstance(value, float) else "n"
+    letters = "bhqk"[4 - value.dim() :]
+    sizes = zip(letters, value.shape, value.stride(), strict=True)
+    return "".join(c.upper() if stride == 1 else c for c, size, stride in sizes if size != 1) or "one"
+
+
+def trace(fn: Callable[..., Any], names: tuple[str, ...], n_aux: int) -> Any:
+    """Call `fn` on symbols: an expression, or a tuple of them."""
+    aux = tuple(Expr("aux", (i,)) for i in range(n_aux))
+    try:
+        result = fn(*(Expr("sym", (name,)) for name in names), aux)
+    except TypeError as error:
+        said = str(error)
+        if "positional argument" in said:
+            raise TypeError(
+                f"a mask or score function must take ({', '.join(names)}, aux), got one where {said}"
+            ) from error
+        if "Expr" not in said:
+            raise
+        raise TypeError(
+            "a mask or score function must use + - * / // % & | ^ ~, comparisons, abs, and of sartor.mods maximum,"
+            f" minimum, tanh and where, got {said.splitlines()[0]}: pass tensors through `aux`, broadcastable to"
+            " (batch, heads, seqlen_q, seqlen_kv), and use aux[i] as the value at (b, h, q, kv)"
+        ) from error
+    return tuple(lift(r) for r in result) if isinstance(result, tuple) else lift(result)
+
+
+def traced(fn: Callable[..., Any], names: tuple[str, ...], aux: tuple[Any, ...]) -> Any:
+    """`trace`, in a form whose value is Python's in every language that kernels are written in."""
+    found = trace(fn, names, len(aux))
+    return tuple(portable(e, aux) for e in found) if isinstance(found, tuple) else portable(found, aux)
+
+
+def portable(e: Expr, aux: tuple[AuxValue, ...]) -> Expr:
+    """The same value in every language. `//` and `%` round down, as in Python, and not towards 0, as in Triton and C++.
+    Where True is counted or ordered it is 1. `~` of a bool is `^ True`: of a Python bool, and of `a & b` in C++, it is
+    that of an integer. What cannot differ stays as it is."""
+    if e.op in ("sym", "aux", "const"):
+        return e
+    given, args = e.args, tuple(portable(a, aux) for a in e.args)
+    if e.op in ARITHMETIC or (e.op in COMPARISONS and not all(is_boolean(a, aux) for a in args)):
+        args = tuple(where(a, 1, 0) if a.op != "const" and is_boolean(a, aux) else a for a in args)
+    e = Expr(e.op, args)
+    if e.op == "invert" and is_boolean(e, aux):
+        return Expr("^", (args[0], lift(True)))
+    if e.op not in ("//", "%"):
+        return e
+    if is_real(e, aux):
+        a, b = e.args
+        floor = floor_divide(a, b)
+        return floor if e.op == "//" else a - b * floor  # type: ignore[no-any-return]
+    if all(map(_not_negative, given)):
+        return e
+    a, b = e.args
+    rest = a % b
+    low, high = rest < 0, rest > 0
+    wrong = low if _not_negative(given[1]) else (low & (b > 0)) | (high & (b < 0))
+    right = rest + b if e.op == "%" else Expr("-", (e, lift(1)))
+    return where(wrong, right, e)  # type: ignore[no-any-return]
+
+
+def _not_negative(e: Expr) -> bool:
+    """Whether that is certain."""
+    if e.op == "const":
+        return bool(e.args[0] >= 0)
+    if e.op == "sym":
+        return bool(e.args[0] != "s")  # the others are positions
+    if e.op == "%":
+        return _not_negative(e.args[1])
+    if e.op in ("+", "*", "//", "minimum"):
+        return all(map(_not_negative, e.args))
+    if e.op == "maximum":
+        return any(map(_not_negative, e.args))
+    return e.op == "abs" or (e.op == "where" and all(map(_not_negative, e.args[1:])))
+
+
+def is_real(e: Any, aux: tuple[AuxValue, ...]) -> bool:
+    """Whether what was traced is a float."""
+    if e.op == "sym":
+        return bool(e.args[0] == "s")
+    if e.op == "const":
+        return isinstance(e.args[0], float)
+    if e.op == "aux":
+        value = aux[e.args[0]]
+        return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, float)
+    if e.op in ("/", "tanh", "floor_divide"):
+        return True
+    args = e.args[1:] if e.op == "where" else e.args
+    return e.op not in COMPARISONS and any(is_real(a, aux) for a in args)
+
+
+def is_boolean(e: Any, aux: tuple[AuxValue, ...]) -> bool:
+    """Whether what was traced is True or False everywhere, so that `&`, `|` and `~` of it mean what they say."""
+    if not isinstance(e, Expr):
+        return False
+    if e.op == "aux":
+        return getattr(aux[e.args[0]], "dtype", None) == torch.bool
+    if e.op == "const":
+        return isinstance(e.args[0], bool)
+    if e.op in ("&", "|", "^", "invert"):
+        return all(is_boolean(a, aux) for a in e.args)
+    if e.op == "where":
+        return all(is_boolean(a, aux) for a in e.args[1:])
+    return e.op in COMPARISONS
+
+
+def text_of(value: AuxValue) -> str:
+    """An aux value without data: of a tensor its dtype and the dims it varies along, of a function what it computes.
+    Of one that could not be traced its address: the mask is kept with it."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}[{', '.join('1' if n == 1 else 'n' for n in value.shape)}]"
+    if isinstance(value, Traced):
+        return value.found.text()  # type: ignore[union-attr]
+    return f"function {id(value)}" if callable(value) else repr(value)
+
+
+def aux_value(i: int, value: Any) -> AuxValue:
+    """One aux value, numbers of other libraries as Python's, functions of the lengths traced where that is possible."""
+    if type(value) in (bool, int, float) or isinstance(value, (torch.Tensor, Traced)):
+        return value  # type: ignore[no-any-return]
+    if callable(value):
+        names = "seqlen_q", "seqlen_kv"
+        try:
+            return Traced(names, lift(value(*(Expr("sym", (name,)) for name in names))))
+        except Exception:  # it compares, or asks for more
+            return value  # type: ignore[no-any-return]
+    try:
+        return operator.index(value) if is_integer(value) else real(f"aux[{i}]", value)
+    except TypeError:
+        raise TypeError(
+            f"aux[{i}] must be a number, a tensor or a function of (seqlen_q, seqlen_kv), got"
+            f" {type(value).__name__}: {str(value)[:60]}"
+        ) from None
