@@ -211,10 +211,9 @@ def grid(records: list[Record], folder: Path) -> list[Path]:
         columns = min(4, len({k[1:] for k in panels}))
         figure, axes = _subplots(len(panels), columns, (3.9, 3.2), (0.6, 0.5), sharey=True)
         for axis, ((mask, dim, h, kv), group) in zip(axes.flat, panels.items(), strict=False):
-            places = [(r.seqlen_kv, r.batch if mode == "decode" else 0) for r in group]
+            places = [(r.seqlen_kv, r.seqlen_q, r.batch if mode == "decode" else 0) for r in group]
             _bars(axis, group, places, key)
-            labels = [_length(n) + (f"\nbatch {b}" if b else "") for n, b in sorted(set(places))]
-            axis.set_xticks(range(len(labels)), labels)
+            axis.set_xticks(range(len(set(places))), [_place(*place) for place in sorted(set(places))])
             twins = len([k for k in panels if k[:2] == (mask, dim) and k[2] == k[3]])
             heads = f", heads {h} on {kv}" if h != kv else f", H={h}" if twins > 1 else ""
             axis.set_title(f"D={dim}, {mask}{heads}")
@@ -222,7 +221,9 @@ def grid(records: list[Record], folder: Path) -> list[Path]:
         for axis in axes.flat:
             _ceiling(axis, records, found[-1], key)
         for axis in axes[:, 0]:
-            axis.set_ylabel(unit)
+            axis.set_ylabel(f"{unit}, {_mode(mode)}, {dtype}")
+        for axis in axes[-1]:
+            axis.set_xlabel("keys, for one query" if mode == "decode" else "seqlen")
         handles, names = axes.flat[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside upper left", ncols=6, fontsize=9.5)
         files.append(save(figure, folder, f"{records[-1].suite}-{mode}-{dtype}", found))
@@ -269,6 +270,13 @@ def _labels(lengths: list[int]) -> list[str]:
         names.append(_length(n) if apart else "")
         last = n if apart else last
     return names
+
+
+def _place(seqlen_kv: int, seqlen_q: int, batch: int) -> str:
+    """The name of a group of bars; `batch` where it has one, for decoding."""
+    if batch:
+        return f"{_length(seqlen_kv)}\nbatch {batch}"
+    return _length(seqlen_kv) if seqlen_q == seqlen_kv else f"{_length(seqlen_q)}/{_length(seqlen_kv)}"
 
 
 def _length(n: int) -> str:
