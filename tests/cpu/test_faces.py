@@ -253,12 +253,90 @@ def test_packed_sequences_compile():
         assert all(map(torch.equal, found, want))
 
 
+def cache_inputs(new=0):
+    """q, k_cache, v_cache, and as many new keys and values as there are queries."""
+    q, k_cache, v_cache = normal(3, 2, 4, 8), normal(3, 12, 2, 8, seed=1), normal(3, 12, 2, 8, seed=2)
+    return (q, k_cache, v_cache, *((normal(3, 2, 2, 8, seed=3), normal(3, 2, 2, 8, seed=4)) if new else (None, None)))
+
+
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("lengths", [torch.tensor([0, 5, 10]), torch.tensor([1, 2, 9]).int(), 7], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True}, {"window_size": (3, 1)}, {"causal": True, "window_size": (2, -1), "softcap": 2.0},
+    {"alibi_slopes": torch.tensor([0.5, 0.25, 1.0, 0.1])}, {"causal": True, "alibi_slopes": torch.ones(3, 4) / 3},
+], ids=["full", "causal", "window", "open", "alibi", "alibi_of_each"])  # fmt: skip
+def test_a_cache_is_its_items_one_by_one(options, lengths, new):
+    q, k_cache, v_cache, k, v = cache_inputs(new)
+    before = k_cache.clone(), v_cache.clone()
+    out, lse = sartor.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, return_softmax_lse=True, **options
+    )
+    for b, n in enumerate(lengths.tolist() if isinstance(lengths, torch.Tensor) else [lengths] * 3):
+        keys, values = (t[b : b + 1, :n] for t in before)
+        if new:
+            keys, values = torch.cat([keys, k[b : b + 1]], 1), torch.cat([values, v[b : b + 1]], 1)
+        given = dict(options)
+        if given.get("alibi_slopes", q[0, 0, 0]).dim() == 2:
+            given["alibi_slopes"] = given["alibi_slopes"][b]
+        want, want_lse, _ = sartor.flash_attn_func(q[b : b + 1], keys, values, return_attn_probs=True, **given)
+        assert torch.allclose(out[b : b + 1], want, atol=1e-6)
+        assert torch.allclose(lse[b : b + 1], want_lse, atol=1e-6)
+        for cache, old, whole in zip((k_cache, v_cache), before, (keys, values), strict=True):
+            assert torch.equal(cache[b, : whole.shape[1]], whole[0])
+            assert torch.equal(cache[b, whole.shape[1] :], old[b, whole.shape[1] :])
+
+
+def test_a_whole_cache():
+    q, k_cache, v_cache, _, _ = cache_inputs()
+    found = sartor.flash_attn_with_kvcache(q, k_cache, v_cache, causal=True)
+    assert torch.equal(found, sartor.flash_attn_func(q, k_cache, v_cache, causal=True))
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"cache_seqlens": torch.tensor([0, -1, 3])}, "cache_seqlens must be between 0 and the 12 .*got -1"),  # E01
+    ({"cache_seqlens": torch.tensor([0, 13, 3])}, "cache_seqlens must be between 0 and the 12 .*got 13"),  # E02
+    ({"cache_seqlens": 13}, "cache_seqlens must be between .*got 13"),
+    ({"cache_seqlens": torch.tensor([0, 11, 3])} | dict(zip("kv", cache_inputs(True)[3:], strict=True)),
+     "cache_seqlens must leave room for 2 more of 12 places, got 11"),  # E03
+    ({"cache_seqlens": torch.zeros(3)}, "cache_seqlens must be int32 or int64 .*float32"),
+    ({"cache_seqlens": torch.zeros(2).int()}, r"cache_seqlens must be .*shape \(3,\), got .*\(2,\)"),
+    ({"cache_seqlens": torch.zeros(3).int().to("meta")}, "cache_seqlens must be on the device of q"),
+    ({"cache_seqlens": None, "k": normal(3, 2, 2, 8)}, "cache_seqlens must be a torch.Tensor, got NoneType"),
+    ({"k": normal(3, 2, 2, 8)}, "v must be a torch.Tensor, got NoneType"),  # E08
+    ({"v": normal(3, 2, 2, 8)}, "k must be a torch.Tensor, got NoneType"),
+    ({"k": normal(3, 2, 2, 8), "v": normal(3, 2, 2, 9)}, r"v must be .*\(3, 2, 2, 8\), as its cache"),
+    ({"k": normal(3), "v": normal(3)}, "k must be .*as its cache"),
+    ({"q": normal(3, 4, 8)}, "q must have 4 dims"),
+    ({"window_size": (1,)}, "window_size must be"),
+    ({"alibi_slopes": torch.rand(3)}, "alibi_slopes must have shape"),
+])  # fmt: skip
+def test_bad_caches(change, words):
+    given = dict(zip(("q", "k_cache", "v_cache"), cache_inputs()[:3], strict=True)) | {"cache_seqlens": 4}
+    with pytest.raises((TypeError, ValueError), match=words):
+        sartor.flash_attn_with_kvcache(**given | change)
+
+
+def test_a_cache_in_a_graph():
+    """It is written to, and serves all lengths."""
+    torch._dynamo.reset()
+    step = torch.compile(sartor.flash_attn_with_kvcache, fullgraph=True, dynamic=True, backend="aot_eager")
+    q, k_cache, v_cache, k, v = cache_inputs(new=True)
+    for first in (0, 3, 8):
+        both = []
+        for f in (step, sartor.flash_attn_with_kvcache):
+            caches = k_cache.clone(), v_cache.clone()
+            both.append((f(q, *caches, k, v, cache_seqlens=torch.tensor([first, 1, 2]), causal=True), *caches))
+        assert all(map(torch.equal, *both))
+
+
 def test_what_is_not_there_says_so():
     q, k, v = flash_inputs()
+    pages = torch.zeros(1, 1).int()
     with pytest.raises(NotImplementedError, match="block_table must be None"):
-        sartor.flash_attn_varlen_func(q[0], k[0], v[0], *ENDS, 9, 9, block_table=torch.zeros(1, 1).int())
-    with pytest.raises(NotImplementedError, match="k_cache"):
-        sartor.flash_attn_with_kvcache(q, k, v)
+        sartor.flash_attn_varlen_func(q[0], k[0], v[0], *ENDS, 9, 9, block_table=pages)
+    for name in ("block_table", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad"):
+        with pytest.raises(NotImplementedError, match=f"{name} must be None, got Tensor"):
+            sartor.flash_attn_with_kvcache(q, k, v, **{name: pages})
 
 
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])

@@ -175,6 +175,7 @@ FEATURES = {
         "causal": True, "mask": mods.document(*(torch.arange(n)[None] // 25 for n in (70, 90)))
     },
     "document_scattered": lambda: {"mask": mods.document(*(torch.arange(n)[None] % 3 for n in (70, 90)))},
+    "cached": lambda: {"mask": mods.cached(torch.tensor([75]), 70, 90, causal=True, window=(30, None))},
     "packed": lambda: {
         "mask": mods.packed(torch.tensor([0, 0, 20, 21, 66]), torch.tensor([0, 9, 31, 80, 85]), 70, 90, window=(9, 2))
     },

@@ -146,6 +146,7 @@ FEATURES = {
     "document_scattered": lambda: {
         "mask": mods.document(*(torch.arange(n, device="cuda")[None] % 3 for n in (130, 190))), "causal": True
     },
+    "cached": lambda: {"mask": mods.cached(torch.tensor([131, 185], device="cuda"), 130, 190, causal=True)},
     "packed": lambda: {
         "mask": mods.packed(
             *(torch.tensor(ends, device="cuda") for ends in ([0, 0, 70, 71, 126], [0, 9, 131, 180, 185])),

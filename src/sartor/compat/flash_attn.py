@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from sartor.api import attention
-from sartor.checks import boolean, dense, floating
+from sartor.checks import boolean, dense, floating, is_integer
 from sartor.compat.arguments import named, no_dropout
-from sartor.mods import packed, packed_alibi
+from sartor.mods import cached, cached_alibi, packed, packed_alibi
 
 Tensor = torch.Tensor
 Window = tuple[int | None, int | None]
 Result = Tensor | tuple[Tensor, Tensor, None]
 NAMES = {"window": "window_size", "return_lse": "return_attn_probs", "cu_seqlens_kv": "cu_seqlens_k"}
+CACHE_NAMES = {"window": "window_size", "return_lse": "return_softmax_lse", "lengths": "cache_seqlens"}
 
 
 @named(NAMES)
@@ -149,12 +150,7 @@ def flash_attn_varlen_func(
         raise ValueError(f"cu_seqlens_q must be on the device of q, {q.device}, got {cu_seqlens_q.device}")
     score = None
     if alibi_slopes is not None:
-        floating("alibi_slopes", alibi_slopes)
-        shapes = (q.shape[1],), (cu_seqlens_q.shape[0] - 1, q.shape[1])
-        if tuple(alibi_slopes.shape) not in shapes:
-            raise ValueError(
-                f"alibi_slopes must have shape {shapes[0]} or {shapes[1]}, got {tuple(alibi_slopes.shape)}"
-            )
+        _check_slopes(alibi_slopes, q.shape[1], cu_seqlens_q.shape[0] - 1)
         score = packed_alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, lengths[0])
     result = attention(
         q[None], k[None], v[None], mask=mask, score=score, softmax_scale=softmax_scale, softcap=softcap,
@@ -163,6 +159,7 @@ def flash_attn_varlen_func(
     return (result[0][0], result[1][0], None) if isinstance(result, tuple) else result[0]
 
 
+@named(CACHE_NAMES)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -184,12 +181,93 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Not there yet: decoding from a cache, appending to it. Raises NotImplementedError."""
-    raise NotImplementedError(
-        "k_cache and v_cache are not supported yet: expected dense keys and values. Of a cache with lengths (batch,),"
-        " query i of n sees, without a window, what sartor.mods.Mask(lambda b, h, q, kv, aux: kv <= q + aux[0],"
-        " (lengths.view(-1, 1, 1, 1) - n,)) keeps; with causal=False, what sartor.mods.prefix(lengths) keeps"
-    )
+    """Attention to a cache of keys, to which new ones may be added first, with flash-attn 2's signature.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, dim).
+        k_cache, v_cache: (batch, capacity, heads_kv, dim).
+        k, v: (batch, seqlen_new, heads_kv, dim), written into the caches from place cache_seqlens[b] on; or None.
+        cache_seqlens: an integer, or integers (batch,): places that are filled, before k and v are added. None: all.
+            Values are checked where they are on the CPU. Layers that share them spare time with `sartor.mods.cached`.
+        softmax_scale, softcap: as for `flash_attn_func`.
+        causal, window_size: aligned at an item's last query and its last key.
+        alibi_slopes: float32 (heads_q,) or (batch, heads_q).
+        num_splits: accepted; nothing depends on it.
+        return_softmax_lse: return (out, lse), lse (batch, heads_q, seqlen_q).
+        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table: None; others raise NotImplementedError.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, dim).
+    """
+    missing = {
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad, "block_table": block_table,
+    }  # fmt: skip
+    for name, value in missing.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} must be None, got {type(value).__name__}: it is not supported yet")
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        dense(name, t)
+        if t.dim() != 4:
+            raise ValueError(f"{name} must have 4 dims (batch, seqlen, heads, dim), got {t.dim()}: {tuple(t.shape)}")
+    boolean("causal", causal)
+    if cache_seqlens is None and k is None and v is None:
+        return attention(
+            q, k_cache, v_cache, causal=causal, window=window_size, softmax_scale=softmax_scale, softcap=softcap,
+            alibi_slopes=alibi_slopes, return_lse=return_softmax_lse,
+        )  # fmt: skip
+    lengths = _cache_lengths(cache_seqlens, q, k_cache.shape[1])
+    if k is not None or v is not None:
+        lengths = _append(lengths, k_cache, v_cache, k, v)
+    mask = cached(lengths, q.shape[1], k_cache.shape[1], causal, window_size)
+    score = None
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, q.shape[2], q.shape[0])
+        score = cached_alibi(alibi_slopes, lengths, q.shape[1])
+    return attention(
+        q, k_cache, v_cache, mask=mask, score=score, softmax_scale=softmax_scale, softcap=softcap,
+        return_lse=return_softmax_lse,
+    )  # fmt: skip
+
+
+def _cache_lengths(given: int | Tensor | None, q: Tensor, capacity: int) -> Tensor:
+    if is_integer(given):
+        if not 0 <= given <= capacity:  # type: ignore[operator]
+            raise ValueError(f"cache_seqlens must be between 0 and the {capacity} places there are, got {given}")
+        return torch.full((q.shape[0],), int(given), dtype=torch.int32, device=q.device)  # type: ignore[arg-type]
+    dense("cache_seqlens", given)
+    lengths: Tensor = given  # type: ignore[assignment]
+    if lengths.dtype not in (torch.int32, torch.int64) or tuple(lengths.shape) != (q.shape[0],):
+        found = f"{lengths.dtype} {tuple(lengths.shape)}"
+        raise ValueError(f"cache_seqlens must be int32 or int64 of shape {(q.shape[0],)}, got {found}")
+    if lengths.device != q.device:
+        raise ValueError(f"cache_seqlens must be on the device of q, {q.device}, got {lengths.device}")
+    return lengths
+
+
+def _append(lengths: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any) -> Tensor:
+    """Write k and v into the caches behind what is there; how much is there then."""
+    for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        dense(name, t)
+        want = (cache.shape[0], *k.shape[1:2], *cache.shape[2:])
+        if tuple(t.shape) != want or t.dtype != cache.dtype:
+            raise ValueError(f"{name} must be {cache.dtype} {want}, as its cache is, got {t.dtype} {tuple(t.shape)}")
+    new, places = k.shape[1], k_cache.shape[1]
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = [n for n in lengths.tolist() if not 0 <= n <= places - new]
+        if wrong:
+            raise ValueError(f"cache_seqlens must leave room for {new} more of {places} places, got {wrong[0]}")
+    at = lengths[:, None].long() + torch.arange(new, device=k.device)
+    item = torch.arange(at.shape[0], device=k.device)[:, None]
+    k_cache[item, at], v_cache[item, at] = k, v
+    return lengths + int(new)
+
+
+def _check_slopes(alibi_slopes: Any, heads: int, items: int) -> None:
+    floating("alibi_slopes", alibi_slopes)
+    shapes = (heads,), (items, heads)
+    if tuple(alibi_slopes.shape) not in shapes:
+        raise ValueError(f"alibi_slopes must have shape {shapes[0]} or {shapes[1]}, got {tuple(alibi_slopes.shape)}")
 
 
 def _check_packed(name: str, t: Any, parts: int) -> None:

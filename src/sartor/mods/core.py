@@ -14,7 +14,7 @@ never wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import islice
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ class Mod:
 
     aux: tuple[AuxValue, ...]
     name: str
+    text: str  # of its functions
     handle: str  # text that names all of the mod but the contents of its tensors
 
     def __post_init__(self) -> None:
@@ -48,8 +49,11 @@ class Mod:
             raise RuntimeError(
                 f"{kind} must be made outside of what torch.compile compiles, and closed over or passed in"
             )
-        texts = [kind, *self._trace(), *map(text_of, self.aux)]
-        object.__setattr__(self, "handle", "; ".join(texts))
+        object.__setattr__(self, "text", "; ".join([kind, *self._trace()]))
+        self._register()
+
+    def _register(self) -> None:
+        object.__setattr__(self, "handle", "; ".join([self.text, *map(text_of, self.aux)]))
         if self.handle not in _TEMPLATES:
             _TEMPLATES[self.handle] = self
             _TEMPLATES[self.handle] = self.with_tensors([t.to("meta") for t in self.tensors])
@@ -71,15 +75,16 @@ class Mod:
         return [a for a in self.aux if isinstance(a, torch.Tensor)]
 
     def with_tensors(self: AnyMod, tensors: list[torch.Tensor]) -> AnyMod:
-        """The same mod over other tensors."""
+        """The same mod over other tensors of the same dtypes; it is not traced again."""
         if not tensors:
             return self
         left = iter(tensors)
-        aux = tuple(next(left) if isinstance(a, torch.Tensor) else a for a in self.aux)
+        same = object.__new__(type(self))
+        same.__dict__.update(
+            self.__dict__, aux=tuple(next(left) if isinstance(a, torch.Tensor) else a for a in self.aux)
+        )
         if any(text_of(a) != text_of(b) for a, b in zip(self.tensors, tensors, strict=True)):
-            return replace(self, aux=aux)  # type: ignore[type-var]
-        same = object.__new__(type(self))  # with its handle, which takes tracing to make
-        same.__dict__.update(self.__dict__, aux=aux)
+            same._register()
         return same
 
 
@@ -127,6 +132,7 @@ class Mask(Mod):
     rows: Callable[..., Any] = _everywhere
     cols: Callable[..., Any] = _everywhere
     name: str = "mask"
+    text: str = field(init=False, default="")
     handle: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
@@ -245,6 +251,7 @@ class Score(Mod):
     fn: Callable[..., Any]
     aux: tuple[AuxValue, ...] = ()
     name: str = "score"
+    text: str = field(init=False, default="")
     handle: str = field(init=False, default="")
 
     def __post_init__(self) -> None:

@@ -103,14 +103,14 @@ def document(ids: torch.Tensor, kv_ids: torch.Tensor | None = None) -> Mask:
     )
 
 
-_PACKED = interval(
+_INTERVALS = interval(
     rows=lambda b, h, q, aux: (aux[0], aux[1]),
     cols=lambda b, h, kv, aux: (aux[2], aux[3]),
     aux=(
         *[torch.empty(2, 1, dtype=torch.int32, device="meta")] * 2,
         *[torch.empty(2, dtype=torch.int32, device="meta")] * 2,
     ),
-    name="packed",
+    name="intervals",
 )
 
 
@@ -145,7 +145,7 @@ def packed(
     right = 0 if causal else right
     q, kv = cu_seqlens_q.int(), cu_seqlens_kv.int()
     rows, cols = _within(q, kv, seqlen_q, left, right), _within(kv, q, seqlen_kv, right, left)
-    return over(_PACKED, *(t[:, None] for t in rows), *cols)
+    return over(_INTERVALS, *(t[:, None] for t in rows), *cols)
 
 
 def _check_ends(name: str, ends: list[int], length: int) -> None:
@@ -153,6 +153,37 @@ def _check_ends(name: str, ends: list[int], length: int) -> None:
         raise ValueError(f"{name} must begin with 0 and never fall, got {ends[:20]}")
     if ends[-1] > length:
         raise ValueError(f"{name} must end at the number of tokens, {length}, or before, got {ends[-1]}")
+
+
+def cached(
+    lengths: torch.Tensor,
+    seqlen_q: int,
+    seqlen_kv: int,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+) -> Mask:
+    """Of `seqlen_kv` places in a cache, the first lengths[b] are keys of batch item b, its last query's among them.
+
+    `lengths` are integers (batch,). `causal` and `window` are aligned at an item's last query and last key, and not
+    given to `attention` besides. Values are checked where they are on the CPU: elsewhere that would be a wait.
+    """
+    _check_integers("lengths", lengths, "(batch,)", (1,))
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = [n for n in lengths.tolist() if not 0 <= n <= seqlen_kv]
+        if wrong:
+            raise ValueError(f"lengths must be between 0 and the {seqlen_kv} places there are, got {wrong[0]}")
+    left, right = (None, None) if window is None else sides(window)
+    right = 0 if causal else right
+    before = lengths.int().view(-1, 1, 1, 1) - seqlen_q
+    q = torch.arange(seqlen_q, dtype=torch.int32, device=lengths.device)[:, None] + before
+    kv = torch.arange(seqlen_kv, dtype=torch.int32, device=lengths.device) - before
+    lo, hi = torch.zeros_like(q), (before + seqlen_q).expand_as(q)
+    first, last = torch.zeros_like(kv), torch.where(kv < seqlen_q, seqlen_q, 0).int()
+    if left is not None:
+        lo, last = q - min(left, BIG), torch.minimum(last, kv + min(left, BIG) + 1)
+    if right is not None:
+        hi, first = torch.minimum(hi, q + min(right, BIG) + 1), kv - min(right, BIG)
+    return over(_INTERVALS, lo, hi, first, last)
 
 
 def diagonal(own: torch.Tensor, others: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,11 +24,17 @@ def alibi(slopes: torch.Tensor, dtype: torch.dtype = torch.float32) -> Score:
     return Score(lambda s, b, h, q, kv, aux: s - aux[0] * abs(q + aux[1] - kv), aux, "alibi")
 
 
-_PACKED_ALIBI = Score(
+_OF_PLACES = Score(
     lambda s, b, h, q, kv, aux: s - aux[0] * abs(aux[1] - kv),
     (torch.empty(2, 1, 1, device="meta"), torch.empty(2, 1, dtype=torch.int32, device="meta")),
     "alibi",
 )
+
+
+def cached_alibi(slopes: torch.Tensor, lengths: torch.Tensor, seqlen_q: int) -> Score:
+    """`alibi` with the lengths of `mods.cached`; slopes are (heads_q,) or (batch, heads_q)."""
+    place = torch.arange(seqlen_q, dtype=torch.int32, device=lengths.device)[:, None] + lengths.int().view(-1, 1, 1, 1)
+    return over(_OF_PLACES, slopes_table(slopes, torch.float32), place - seqlen_q)
 
 
 def packed_alibi(slopes: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, seqlen_q: int) -> Score:
@@ -38,7 +44,7 @@ def packed_alibi(slopes: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_kv
         slopes = slopes[number.clamp(max=max(slopes.shape[0] - 1, 0))].T[..., None]
     else:
         slopes = slopes[:, None, None]
-    return over(_PACKED_ALIBI, slopes.float(), place[:, None])
+    return over(_OF_PLACES, slopes.float(), place[:, None])
 
 
 def slopes_table(slopes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
