@@ -48,7 +48,8 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads_q, dim), or (batch, heads_q, seqlen_q, dim) with `layout="bhsd"`; float16, bfloat16,
-            float32 or float64. Any strides; only a last dim that is not dense is copied.
+            float32 or float64. Any strides; what is not dense in the last dim, or has rows 2^24 elements apart, is
+            copied.
         k: (batch, seqlen_kv, heads_kv, dim). heads_q is a multiple of heads_kv: query head h uses key head
             h // (heads_q // heads_kv).
         v: (batch, seqlen_kv, heads_kv, dim_v); dim and dim_v are 1 to 512.

@@ -230,8 +230,7 @@ def _attention_backward(
 
 @torch.library.register_fake("sartor::attention", lib=_LIBRARY)
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    call = _call(q, k, v, *rest)
-    problem = Problem.of(replace(call, mask=None if rest[5] else call.mask, score=None))
+    problem = Problem.of(_call(q, k, v, *rest[:4], [], "", "", *rest[CAUSAL:]))  # of no mods, on which no shape depends
     b, sq, hq, dv = q.shape[0], q.shape[1], q.shape[2], v.shape[3]
     lse = q.new_empty((b, hq, sq), dtype=wide(q.dtype))
     if heads_outermost(q):

@@ -61,7 +61,7 @@ class Call:
         if self.bias_gradient is None:
             self.bias_gradient = isinstance(self.bias, torch.Tensor) and self.bias.requires_grad
         slopes = self.alibi_slopes
-        if torch.is_grad_enabled():
+        if (slopes is not None or self.score is not None) and torch.is_grad_enabled():
             if isinstance(slopes, torch.Tensor) and slopes.requires_grad:
                 raise NotImplementedError("alibi_slopes has no gradient here: expected requires_grad=False, got True")
             if isinstance(self.score, Score) and any(t.requires_grad for t in self.score.tensors):
