@@ -14,7 +14,7 @@ from sartor import mods
 # By name, a rule of positions and of values of int8, uint8 and float16, -3 and 2.5, true of numbers in Python too
 NUMBERS: dict[str, Callable[..., Any]] = {
     "not_of_an_integer": lambda q, kv, a: ~a[3] + ~kv < -5,
-    "counted": lambda q, kv, a: (kv <= q) + (a[0] > 0) + (a[1] > 4) >= 2,
+    "counted": lambda q, kv, a: (kv <= q) + (a[0] > 0) + (a[1] > 4) >= 2 - False * q,
     "ordered": lambda q, kv, a: (kv <= q) > (a[0] > 0),
     "negative_floor": lambda q, kv, a: (q - kv) // a[3] == 2,
     "negative_rest": lambda q, kv, a: (kv - q) % 5 < (q - kv) % a[3] + 3,

@@ -85,7 +85,7 @@ def portable(e: Expr, aux: tuple[AuxValue, ...]) -> Expr:
         return e
     given, args = e.args, tuple(portable(a, aux) for a in e.args)
     if e.op in ARITHMETIC or (e.op in COMPARISONS and not all(is_boolean(a, aux) for a in args)):
-        args = tuple(where(a, 1, 0) if a.op != "const" and is_boolean(a, aux) else a for a in args)
+        args = tuple(_counted(a) if is_boolean(a, aux) else a for a in args)
     e = Expr(e.op, args)
     if e.op == "invert" and is_boolean(e, aux):
         return Expr("^", (args[0], lift(True)))
@@ -103,6 +103,10 @@ def portable(e: Expr, aux: tuple[AuxValue, ...]) -> Expr:
     wrong = low if _not_negative(given[1]) else (low & (b > 0)) | (high & (b < 0))
     right = rest + b if e.op == "%" else Expr("-", (e, lift(1)))
     return where(wrong, right, e)  # type: ignore[no-any-return]
+
+
+def _counted(e: Expr) -> Expr:
+    return lift(int(e.args[0])) if e.op == "const" else where(e, 1, 0)  # type: ignore[no-any-return]
 
 
 def _not_negative(e: Expr) -> bool:
