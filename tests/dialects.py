@@ -66,6 +66,7 @@ def scores(heads: int, seqlen_q: int, seqlen_kv: int, device: str = "cpu") -> di
         "tables": mods.Score(lambda s, b, h, q, kv, aux: s * aux[0] + aux[1], (slopes, table)),
         "clipped": mods.Score(lambda s, b, h, q, kv, aux: mods.minimum(mods.maximum(s, -0.25) * 1.5, aux[0]), (0.5,)),
         "rational": mods.Score(lambda s, b, h, q, kv, aux: s / (1 + abs(s))),
+        "tripled": mods.Score(lambda s, b, h, q, kv, aux: s * 3),
         "stepped": mods.Score(lambda s, b, h, q, kv, aux: s + s // 0.5),
         "of_signs": mods.Score(lambda s, b, h, q, kv, aux: mods.where((s > 0) & (kv > 3), s * 2, s)),
         "of_places": mods.Score(lambda s, b, h, q, kv, aux: (q - kv) * 0.1),

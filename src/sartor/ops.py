@@ -118,6 +118,15 @@ def _backward(prepared: Prepared, x: Operands, saved: Saved) -> Gradients:
     return g
 
 
+def _laid_out(t: Any, strides: tuple[int, ...] | None) -> Any:
+    """With the strides it was saved with, which the plan is for: hooks that keep it elsewhere may give it others."""
+    if t is None or strides is None or t.stride() == strides:
+        return t
+    once = t[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
+    room = torch.empty_strided(once.shape, strides, dtype=t.dtype, device=t.device)
+    return room.copy_(once).expand(t.shape)
+
+
 class _Attention(torch.autograd.Function):
     """The eager route. Everything saved goes through autograd, which checks that it was not changed since."""
 
@@ -133,12 +142,14 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.prepared = prepared
         ctx.dtypes = (None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype)
-        ctx.save_for_backward(x.q, x.k, x.v, x.sinks, out, lse, *(a for a in x.aux if isinstance(a, Tensor)))
+        saved = x.q, x.k, x.v, x.sinks, out, lse, *(a for a in x.aux if isinstance(a, Tensor))
+        ctx.strides = tuple(None if t is None else t.stride() for t in saved)
+        ctx.save_for_backward(*saved)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        q, k, v, sinks, out, lse, *tensors = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.strides)
         left = iter(tensors)
         aux = tuple(next(left) if a is None else a for a in ctx.prepared.template)
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)

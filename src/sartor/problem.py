@@ -272,6 +272,8 @@ def mods(call: Call) -> tuple[Mask | None, Score | None]:
     )
     for step in steps:
         score = step if score is None else score.then(step) if step is not None else score
+    if mask is None and score is not None and score.is_singular:
+        mask = masks.everything()  # kernels compute what comes out infinite or NaN again with care, if there is a mask
     return mask, score
 
 
@@ -343,7 +345,7 @@ def _check_tensors(call: Call) -> None:
     for name, dim in (("q", q.shape[3]), ("v", v.shape[3])):
         if not 1 <= dim <= MAX_DIM:
             raise ValueError(f"the head dim of {name} must be between 1 and {MAX_DIM}, got head dim {dim}")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    if 0 in (q.shape[2], k.shape[2]) or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"heads of q must be a multiple of the heads of k and v, got heads {q.shape[2]} and {k.shape[2]}"
         )

@@ -683,6 +683,29 @@ def test_one_query_sees_all_that_a_causal_one_may():
     assert Problem.of(Call(q, k, v, causal=True, window=(3, 0))).mask_name != "full"
 
 
+def test_a_saved_tensor_gets_its_strides_back():
+    """Those of expanded ones too, where a hook made it dense."""
+    for t in (torch.randn(2, 3, 4).transpose(0, 1), torch.randn(1, 3, 1).expand(5, 3, 4), torch.randn(2, 3, 4)[:, ::2]):
+        found = ops._laid_out(t.contiguous(), t.stride())
+        assert torch.equal(found, t)
+        assert found.stride() == t.stride()
+
+
+def test_no_query_heads_are_refused():
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match=r"heads of q must be a multiple .*got heads 0 and 2"):
+        sartor.attention(q[:, :, :0], k, v)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "blocked", "reference"])
+def test_nan_stays_nan_beside_infinity(kernel):
+    q, k, v = inputs()
+    q[0, 1], v[0, 2, 0, 3] = torch.nan, torch.inf
+    out = sartor.attention(q, k, v, kernel=kernel)
+    assert out[0, 1].isnan().all()
+    assert out[0, 0, 0, 3] == torch.inf
+
+
 def test_traced_by_torchscript():
     q, k, v = inputs(sq=13)
     traced = torch.jit.trace(lambda q, k, v: sartor.attention(q, k, v, causal=True), (q, k, v))

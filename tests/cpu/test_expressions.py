@@ -100,6 +100,14 @@ def test_what_cuda_would_take_otherwise():
     ]
 
 
+def test_integers_have_32_bits():
+    """Which is said; a prefix needs no more."""
+    found = Program.of(mods.Mask(lambda b, h, q, kv, aux: kv < aux[0], (2**31,)), None)[0]
+    with pytest.raises(ValueError, match="must have 32 bits on GPUs, got 2147483648: give it as a tensor"):
+        expressions.arguments((2**31,), found)
+    assert [mods.prefix(n).aux[0] for n in (-(2**40), 3, 2**40)] == [0, 3, mods.core.BIG]
+
+
 def test_ends_of_64_bits_are_narrowed():
     """An end read from a table of int64 may lie beyond every int; others cost no comparison."""
 

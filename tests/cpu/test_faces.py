@@ -231,6 +231,9 @@ def test_packed_sequences_of_any_integers_and_strides():
     want = sartor.flash_attn_varlen_func(q, k, v, *ENDS, 12, 18, causal=True)
     for ends in ([e.int() for e in ENDS], [torch.stack([e, e], 1)[:, 0] for e in ENDS]):
         assert torch.equal(sartor.flash_attn_varlen_func(q, k, v, *ends, 12, 18, causal=True), want)
+    slopes = torch.zeros(0, 4)
+    none = sartor.flash_attn_varlen_func(q, k[:0], v[:0], *[torch.zeros(1).int()] * 2, 0, 0, alibi_slopes=slopes)
+    assert not none.any()
     for ends in (torch.zeros(1).int(), torch.zeros(4).int()):
         assert sartor.flash_attn_varlen_func(q[:0], k[:0], v[:0], ends, ends, 0, 0).shape == (0, 4, 8)
         assert not sartor.flash_attn_varlen_func(q, k, v, ends, ends, 0, 0).any()

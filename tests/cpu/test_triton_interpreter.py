@@ -205,6 +205,29 @@ def case_scores_of_every_operator(name):
     verify(*inputs(sq=40, skv=50), causal=True, score=score, through_lse=name not in dialects.OF_PLACES)
 
 
+def case_a_score_that_is_infinite_at_0():
+    """As which tiles hold what is not there."""
+    q, k, v = (t.abs() + 0.5 for t in inputs(sq=20, skv=27))
+    verify(q, k, v, score=mods.Score(lambda s, b, h, q, kv, aux: 1 / s), through_lse=True)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def case_saved_tensors_laid_out_anew(layout):
+    """By hooks that keep them elsewhere and give them back dense, before and after a call without."""
+    q, k, v = (t[:, :, :, 0] for t in torch.stack(inputs(hkv=2, sq=40, skv=40), 3).split(1, 3))
+    bias = normal(40, 40).T
+    options = {"layout": layout, "bias": bias}
+    if layout == "bhsd":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    want = forward_and_gradients(q, k, v, **options)
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t
+    )
+    for _ in range(2):
+        with hooks:
+            assert equal(forward_and_gradients(q, k, v, **options), want)
+
+
 def case_bfloat16_is_refused():
     """The interpreter computes something else."""
     q, k, v = (t.bfloat16() for t in inputs(sq=5, skv=7))

@@ -168,6 +168,22 @@ def test_features(name):
     verify(*inputs(), through_lse=True, **FEATURES[name]())
 
 
+def test_a_score_that_is_infinite_at_0():
+    """As which tiles hold what is not there."""
+    q, k, v = (t.abs() + 0.5 for t in inputs())
+    verify(q, k, v, score=mods.Score(lambda s, b, h, q, kv, aux: 4 / s))
+
+
+def test_saved_tensors_laid_out_anew():
+    """By hooks that keep them elsewhere and give them back dense, before and after a call without."""
+    q, k, v = (t.transpose(1, 2) for t in torch.randn(3, 2, 4, 130, 64, device="cuda", dtype=BF16).transpose(2, 3))
+    options = {"layout": "bhsd", "bias": normal(130, 130).T, "deterministic": True}
+    want = forward_and_gradients(q, k, v, **options)
+    for _ in range(2):
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            assert equal(forward_and_gradients(q, k, v, **options), want)
+
+
 @pytest.mark.parametrize("name", dialects.SCORES)
 def test_scores_of_every_operator(name):
     score = dialects.scores(4, 130, 190, "cuda")[name]

@@ -37,9 +37,9 @@ def reach(keep: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
 
 
 def spoiled(x: torch.Tensor, nan: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """x where nothing else was seen; inf, -inf or NaN where they were, and NaN where inf met -inf."""
-    x = torch.where(high, torch.inf, torch.where(low, -torch.inf, x))
-    return torch.where(nan | (high & low), torch.nan, x)
+    """x where nothing else was seen; inf, -inf or NaN where they were, and NaN where inf met -inf or x was NaN."""
+    found = torch.where(high, torch.inf, torch.where(low, -torch.inf, x))
+    return torch.where(nan | (high & low) | x.isnan(), torch.nan, found)
 
 
 def sink_gradient(x: Operands, lse: torch.Tensor, delta: torch.Tensor) -> Any:

@@ -300,7 +300,7 @@ class Sums:
             self._mask(ds, keep)
             if self.dbias is not None:
                 self._add_bias(part.by_head(ds), span.i, j)
-            if isinstance(slope, Tensor):
+            if slope is not None:  # a number, where it is the same everywhere
                 ds = part.by_head(ds).mul(slope).view(ds.shape)
                 self._mask(ds, keep)
             self._into(dq, ds, part.k[:, j], keep, False)

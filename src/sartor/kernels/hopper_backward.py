@@ -75,7 +75,7 @@ class HopperBackward(TritonBackward):
         changed = self.changed(x, saved, work)
         if x.aux:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
-        key = work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
+        key = saved.out.stride(), work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
         kernels: Any = plan.cache.get(("hopper", key))
         if kernels is None:
             kernels = plan.cache["hopper", key] = [Ready.of(m, x, work) for m in Measure.all(p)]

@@ -64,7 +64,7 @@ class HopperFp32Backward(Fp32Backward):
         pairs, changed = self.pairs(x, work["dout"]), self.changed(x, saved, work)
         if x.aux:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
-        key = work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
+        key = saved.out.stride(), work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
         own = launch.own({"q": x.q, "k": x.k, "v": x.v, "dout": work["dout"]}, pairs)
         with torch.cuda.device(x.q.device):
             if "hopper" not in plan.cache:

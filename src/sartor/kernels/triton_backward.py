@@ -636,7 +636,7 @@ class TritonBackward:
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """dq, dk, dv, dbias, dsinks."""
         work = self.workspace(plan.problem, x, saved)
-        key = work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
+        key = saved.out.stride(), work["dout"].stride(), work["dout"].data_ptr() % 16, saved.dlse is None
         pairs, changed = self.pairs(x, work["dout"]), self.changed(x, saved, work)
         if x.aux:
             changed["aux"] = codegen.aux_arguments(x.aux, plan.problem.program)

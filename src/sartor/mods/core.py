@@ -270,6 +270,13 @@ class Score(Mod):
         object.__setattr__(self, "fn", Traced(names, found))
         return [found.text()]
 
+    @property
+    def is_singular(self) -> bool:
+        """Whether it divides by what depends on the score or the position, which may be 0."""
+        assert isinstance(self.fn, Traced)
+        assert isinstance(self.fn.found, Expr)
+        return any(e.args[1].leaves() & {"s", "q", "kv"} for e in self.fn.found.nodes() if e.op in ("/", "//", "%"))
+
     def then(self, other: Score) -> Score:
         """This score first, the other one on its result."""
         n = len(self.aux)

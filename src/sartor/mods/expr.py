@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,13 @@ class Expr:
         if self.op in ("neg", "invert"):
             return f"({'-' if self.op == 'neg' else '~'}{parts[0]})"
         return f"{functions.get(self.op, self.op)}({', '.join(parts)})"
+
+    def nodes(self) -> Iterator[Expr]:
+        """All of the tree, the root first."""
+        yield self
+        for a in self.args:
+            if isinstance(a, Expr):
+                yield from a.nodes()
 
     def leaves(self) -> set[str]:
         """Names of the symbols, and `aux[i]` for the aux values, that the expression reads."""

@@ -38,6 +38,11 @@ def causal(align: Align = "bottom_right") -> Mask:
     )
 
 
+def everything() -> Mask:
+    """Every query attends to every key, which is looked at pair by pair."""
+    return Mask(lambda b, h, q, kv, aux: kv >= 0, name="full")
+
+
 def window(left: int | None, right: int | None, align: Align = "bottom_right") -> Mask:
     """Query i attends to the keys i-left .. i+right, both included; None or -1 is unbounded (flash-attn's rule)."""
     left, right = sides((left, right))
@@ -64,7 +69,7 @@ def prefix(length: int | torch.Tensor) -> Mask:
         _check_integers("length", length, "(batch,)", (0, 1))
         size: Any = length.view(-1, 1, 1, 1)
     elif is_integer(length):
-        size = min(operator.index(length), BIG)
+        size = max(0, min(operator.index(length), BIG))
     else:
         raise TypeError(f"length must be an integer or a tensor of them, got {type(length).__name__}: {length!r}")
     return interval(

@@ -40,8 +40,10 @@ def cached_alibi(slopes: torch.Tensor, lengths: torch.Tensor, seqlen_q: int) -> 
 def packed_alibi(slopes: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, seqlen_q: int) -> Score:
     """`alibi` of each of the sequences that `packed` keeps apart; slopes are (heads_q,) or (sequences, heads_q)."""
     number, place = diagonal(cu_seqlens_q.int(), cu_seqlens_kv.int(), seqlen_q)
-    if slopes.dim() == 2:
-        slopes = slopes[number.clamp(max=max(slopes.shape[0] - 1, 0))].T[..., None]
+    if len(slopes) == 0:
+        slopes = slopes.new_zeros(slopes.shape[-1], seqlen_q, 1)
+    elif slopes.dim() == 2:
+        slopes = slopes[number.clamp(max=len(slopes) - 1)].T[..., None]
     else:
         slopes = slopes[:, None, None]
     return over(_OF_PLACES, slopes.float(), place[:, None])

@@ -98,6 +98,10 @@ def arguments(aux: tuple[Any, ...], program: Program) -> tuple[Any, ...]:
         if isinstance(value, torch.Tensor):
             strides = dict(zip("bhqk", value.stride(), strict=True))
             values += [value.data_ptr(), *(strides[c] for c in _strided(spec.pattern))]
+        elif spec.pattern == "n" and not -(2**31) <= value < 2**31:
+            raise ValueError(
+                f"an integer that a mask or score reads must have 32 bits on GPUs, got {value}: give it as a tensor"
+            )
         else:
             values.append(value)
     return tuple(values)
