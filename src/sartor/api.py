@@ -196,8 +196,10 @@ def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
 
 def _refuse_tangents(call: Call) -> None:
     """Forward-mode differentiation would get a tangent of zero: say that there is none."""
-    for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks"):
-        t = getattr(call, name)
+    given = [(name, getattr(call, name)) for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks")]
+    for mod in (call.mask, call.score):
+        given += [("aux", t) for t in getattr(mod, "tensors", ())]
+    for name, t in given:
         if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
             raise NotImplementedError(f"{name} must have no tangent: attention has no forward-mode derivative (jvp)")
 

@@ -71,3 +71,25 @@ def floating(name: str, t: Any) -> None:
     dense(name, t)
     if not t.dtype.is_floating_point:
         raise TypeError(f"{name} must be a floating torch.Tensor, got dtype {t.dtype}")
+
+
+def of_heads(name: str, t: Any, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> None:
+    """Floats of one of these shapes, on the device of q."""
+    floating(name, t)
+    if tuple(t.shape) not in shapes:
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(t.shape)}")
+    if t.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}, got {t.device}")
+
+
+def slopes(t: Any, heads: int, items: int, device: torch.device) -> None:
+    """Slopes of ALiBi, of the heads or of each item's heads."""
+    of_heads("alibi_slopes", t, ((heads,), (items, heads)), device)
+    if t.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"alibi_slopes must have dtype float32 or float64, got {t.dtype}")
+
+
+def slopes_without_gradient(t: Any) -> None:
+    """That autograd does not follow them."""
+    if isinstance(t, torch.Tensor) and t.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("alibi_slopes has no gradient here: expected requires_grad=False, got True")

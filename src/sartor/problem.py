@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 
-from sartor.checks import LAYOUTS, boolean, dense, floating, known_layout, real, sides
+from sartor.checks import (
+    LAYOUTS,
+    boolean,
+    dense,
+    known_layout,
+    of_heads,
+    real,
+    sides,
+    slopes,
+    slopes_without_gradient,
+)  # fmt: skip
 from sartor.mods import masks, scores
 from sartor.mods.core import Mask, Mod, Program, Score
 from sartor.mods.tracing import four_dims, resolve
@@ -60,14 +70,13 @@ class Call:
         boolean("deterministic", self.deterministic)
         if self.bias_gradient is None:
             self.bias_gradient = isinstance(self.bias, torch.Tensor) and self.bias.requires_grad
-        slopes = self.alibi_slopes
-        if (slopes is not None or self.score is not None) and torch.is_grad_enabled():
-            if isinstance(slopes, torch.Tensor) and slopes.requires_grad:
-                raise NotImplementedError("alibi_slopes has no gradient here: expected requires_grad=False, got True")
-            if isinstance(self.score, Score) and any(t.requires_grad for t in self.score.tensors):
-                raise NotImplementedError(
-                    "aux tensors of score have no gradient here: a bias has one, got requires_grad=True"
-                )
+        if self.alibi_slopes is not None:
+            slopes_without_gradient(self.alibi_slopes)
+        tables = self.score.tensors if isinstance(self.score, Score) else ()
+        if any(t.requires_grad for t in tables) and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "aux tensors of score have no gradient here: a bias has one, got requires_grad=True"
+            )
 
     def key(self) -> tuple[Any, ...]:
         """Equal keys mean equal problems and equal plans; made on every call, so it only reads attributes."""
@@ -396,19 +405,10 @@ def _check_extras(call: Call, full: tuple[int, int, int, int]) -> None:
         mod = getattr(call, name)
         for t in mod.tensors if isinstance(mod, Mod) else ():
             _check_extra(name, t, q, full)
-    for name, t, shapes in (
-        ("alibi_slopes", call.alibi_slopes, ((hq,), (b, hq))),
-        ("sinks", call.sinks, ((hq,),)),
-    ):
-        if t is None:
-            continue
-        floating(name, t)
-        if tuple(t.shape) not in shapes:
-            raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(t.shape)}")
-        if t.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}")
-    if call.alibi_slopes is not None and call.alibi_slopes.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"alibi_slopes must have dtype float32 or float64, got {call.alibi_slopes.dtype}")
+    if call.alibi_slopes is not None:
+        slopes(call.alibi_slopes, hq, b, q.device)
+    if call.sinks is not None:
+        of_heads("sinks", call.sinks, ((hq,),), q.device)
 
 
 def _check_extra(name: str, t: torch.Tensor, q: torch.Tensor, full: tuple[int, int, int, int]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import dialects
@@ -681,6 +682,16 @@ def test_one_query_sees_all_that_a_causal_one_may():
     for causal, name in ((True, "full"), ("bottom_right", "full"), ("top_left", "causal")):
         assert Problem.of(Call(q, k, v, causal=causal)).mask_name == name
     assert Problem.of(Call(q, k, v, causal=True, window=(3, 0))).mask_name != "full"
+
+
+def test_what_a_score_reads_has_no_tangent():
+    q, k, v = inputs()
+    with forward_ad.dual_level():
+        score = mods.Score(
+            lambda s, b, h, q, kv, aux: s * aux[0], (forward_ad.make_dual(torch.ones(9, 13), torch.ones(9, 13)),)
+        )
+        with pytest.raises(NotImplementedError, match="aux must have no tangent"):
+            sartor.attention(q, k, v, score=score)
 
 
 def test_a_saved_tensor_gets_its_strides_back():

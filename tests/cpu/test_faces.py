@@ -310,6 +310,10 @@ def test_a_whole_cache():
     ({"k": normal(3, 2, 2, 8), "v": normal(3, 2, 2, 9)}, r"v must be .*\(3, 2, 2, 8\), as its cache"),
     ({"k": normal(3), "v": normal(3)}, "k must be .*as its cache"),
     ({"q": normal(3, 4, 8)}, "q must have 4 dims"),
+    ({"q": normal(2, 2, 4, 8)}, "k_cache must have the batch of q, 2, got batch 3"),
+    ({"q": normal(3, 2, 4, 16)}, "k_cache must have the head dim of q, 16, got head dim 8"),
+    ({"alibi_slopes": torch.rand(4).bfloat16()}, "alibi_slopes must have dtype float32 or float64"),
+    ({"alibi_slopes": torch.rand(4).to("meta")}, "alibi_slopes must be on the device of q"),
     ({"window_size": (1,)}, "window_size must be"),
     ({"alibi_slopes": torch.rand(3)}, "alibi_slopes must have shape"),
 ])  # fmt: skip
@@ -317,6 +321,28 @@ def test_bad_caches(change, words):
     given = dict(zip(("q", "k_cache", "v_cache"), cache_inputs()[:3], strict=True)) | {"cache_seqlens": 4}
     with pytest.raises((TypeError, ValueError), match=words):
         sartor.flash_attn_with_kvcache(**given | change)
+
+
+@pytest.mark.parametrize("change", [{"window_size": (1,)}, {"alibi_slopes": torch.ones(3)}, {"causal": 1}], ids=str)
+def test_a_wrong_call_leaves_the_cache_alone(change):
+    q, k_cache, v_cache, k, v = cache_inputs(new=True)
+    before = k_cache.clone()
+    with pytest.raises((TypeError, ValueError)):
+        sartor.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **{"cache_seqlens": 4} | change)
+    assert torch.equal(k_cache, before)
+
+
+def test_slopes_want_no_gradient():
+    q, k_cache, v_cache, _, _ = cache_inputs()
+    wanted = torch.rand(4, requires_grad=True)
+    for call in (
+        lambda: sartor.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=4, alibi_slopes=wanted),
+        lambda: sartor.flash_attn_varlen_func(*packed_inputs(), *ENDS, 12, 18, alibi_slopes=wanted),
+    ):
+        with pytest.raises(NotImplementedError, match="alibi_slopes has no gradient here"):
+            call()
+        with torch.no_grad():
+            call()
 
 
 def test_a_cache_in_a_graph():

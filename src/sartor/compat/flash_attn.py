@@ -7,15 +7,18 @@ from typing import Any
 import torch
 
 from sartor.api import attention
-from sartor.checks import boolean, dense, floating, is_integer
+from sartor.checks import boolean, dense, is_integer, slopes, slopes_without_gradient
 from sartor.compat.arguments import named, no_dropout
 from sartor.mods import cached, cached_alibi, packed, packed_alibi
+from sartor.mods.masks import known
 
 Tensor = torch.Tensor
 Window = tuple[int | None, int | None]
 Result = Tensor | tuple[Tensor, Tensor, None]
 NAMES = {"window": "window_size", "return_lse": "return_attn_probs", "cu_seqlens_kv": "cu_seqlens_k"}
 CACHE_NAMES = {"window": "window_size", "return_lse": "return_softmax_lse", "lengths": "cache_seqlens"}
+
+_attend_to_cache = named({"k": "k_cache", "v": "v_cache"})(attention)
 
 
 @named(NAMES)
@@ -140,17 +143,15 @@ def flash_attn_varlen_func(
     no_dropout(dropout_p)
     if block_table is not None:
         raise NotImplementedError("block_table must be None: pages of keys are not supported yet")
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        dense(name, t)
-        if t.dim() != 3:
-            raise ValueError(f"{name} must have 3 dims (tokens, heads, dim), got {t.dim()}: {tuple(t.shape)}")
+    _check_dims("tokens, heads, dim", q=q, k=k, v=v)
     lengths = q.shape[0], k.shape[0]
     mask = packed(cu_seqlens_q, cu_seqlens_k, *lengths, boolean("causal", causal), window_size)
     if cu_seqlens_q.device != q.device:
         raise ValueError(f"cu_seqlens_q must be on the device of q, {q.device}, got {cu_seqlens_q.device}")
     score = None
     if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, q.shape[1], cu_seqlens_q.shape[0] - 1)
+        slopes(alibi_slopes, q.shape[1], cu_seqlens_q.shape[0] - 1, q.device)
+        slopes_without_gradient(alibi_slopes)
         score = packed_alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, lengths[0])
     result = attention(
         q[None], k[None], v[None], mask=mask, score=score, softmax_scale=softmax_scale, softcap=softcap,
@@ -192,7 +193,7 @@ def flash_attn_with_kvcache(
         softmax_scale, softcap: as for `flash_attn_func`.
         causal, window_size: aligned at an item's last query and its last key.
         alibi_slopes: float32 (heads_q,) or (batch, heads_q).
-        num_splits: accepted; nothing depends on it.
+        num_splits, rotary_interleaved: accepted; nothing depends on them.
         return_softmax_lse: return (out, lse), lse (batch, heads_q, seqlen_q).
         rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table: None; others raise NotImplementedError.
 
@@ -206,25 +207,31 @@ def flash_attn_with_kvcache(
     for name, value in missing.items():
         if value is not None:
             raise NotImplementedError(f"{name} must be None, got {type(value).__name__}: it is not supported yet")
-    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        dense(name, t)
-        if t.dim() != 4:
-            raise ValueError(f"{name} must have 4 dims (batch, seqlen, heads, dim), got {t.dim()}: {tuple(t.shape)}")
+    _check_dims("batch, seqlen, heads, dim", q=q, k_cache=k_cache, v_cache=v_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} must have the batch of q, {q.shape[0]}, got batch {cache.shape[0]}")
     boolean("causal", causal)
     if cache_seqlens is None and k is None and v is None:
-        return attention(
+        return _attend_to_cache(
             q, k_cache, v_cache, causal=causal, window=window_size, softmax_scale=softmax_scale, softcap=softcap,
             alibi_slopes=alibi_slopes, return_lse=return_softmax_lse,
         )  # fmt: skip
-    lengths = _cache_lengths(cache_seqlens, q, k_cache.shape[1])
+    before = _cache_lengths(cache_seqlens, q, k_cache.shape[1])
+    lengths = before
     if k is not None or v is not None:
-        lengths = _append(lengths, k_cache, v_cache, k, v)
+        lengths = before + _check_new(before, k_cache, v_cache, k, v)
     mask = cached(lengths, q.shape[1], k_cache.shape[1], causal, window_size)
     score = None
     if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, q.shape[2], q.shape[0])
+        slopes(alibi_slopes, q.shape[2], q.shape[0], q.device)
+        slopes_without_gradient(alibi_slopes)
         score = cached_alibi(alibi_slopes, lengths, q.shape[1])
-    return attention(
+    if k is not None and v is not None:  # the caches are written to when all else that is looked at here is right
+        at = before[:, None].long() + torch.arange(k.shape[1], device=k.device)
+        item = torch.arange(at.shape[0], device=k.device)[:, None]
+        k_cache[item, at], v_cache[item, at] = k, v
+    return _attend_to_cache(
         q, k_cache, v_cache, mask=mask, score=score, softmax_scale=softmax_scale, softcap=softcap,
         return_lse=return_softmax_lse,
     )  # fmt: skip
@@ -245,29 +252,25 @@ def _cache_lengths(given: int | Tensor | None, q: Tensor, capacity: int) -> Tens
     return lengths
 
 
-def _append(lengths: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any) -> Tensor:
-    """Write k and v into the caches behind what is there; how much is there then."""
+def _check_new(lengths: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any) -> int:
+    """How many keys are added, for which the caches have room and shape."""
     for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
         dense(name, t)
         want = (cache.shape[0], *k.shape[1:2], *cache.shape[2:])
         if tuple(t.shape) != want or t.dtype != cache.dtype:
             raise ValueError(f"{name} must be {cache.dtype} {want}, as its cache is, got {t.dtype} {tuple(t.shape)}")
     new, places = k.shape[1], k_cache.shape[1]
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = [n for n in lengths.tolist() if not 0 <= n <= places - new]
-        if wrong:
-            raise ValueError(f"cache_seqlens must leave room for {new} more of {places} places, got {wrong[0]}")
-    at = lengths[:, None].long() + torch.arange(new, device=k.device)
-    item = torch.arange(at.shape[0], device=k.device)[:, None]
-    k_cache[item, at], v_cache[item, at] = k, v
-    return lengths + int(new)
+    wrong = [n for n in known(lengths) if not 0 <= n <= places - new]
+    if wrong:
+        raise ValueError(f"cache_seqlens must leave room for {new} more of {places} places, got {wrong[0]}")
+    return int(new)
 
 
-def _check_slopes(alibi_slopes: Any, heads: int, items: int) -> None:
-    floating("alibi_slopes", alibi_slopes)
-    shapes = (heads,), (items, heads)
-    if tuple(alibi_slopes.shape) not in shapes:
-        raise ValueError(f"alibi_slopes must have shape {shapes[0]} or {shapes[1]}, got {tuple(alibi_slopes.shape)}")
+def _check_dims(dims: str, **tensors: Any) -> None:
+    for name, t in tensors.items():
+        dense(name, t)
+        if t.dim() != dims.count(",") + 1:
+            raise ValueError(f"{name} must have {dims.count(',') + 1} dims ({dims}), got {t.dim()}: {tuple(t.shape)}")
 
 
 def _check_packed(name: str, t: Any, parts: int) -> None:

@@ -144,8 +144,7 @@ def packed(
             )
         if t.device != cu_seqlens_q.device:
             raise ValueError(f"{name} must be on the device of cu_seqlens_q, {cu_seqlens_q.device}, got {t.device}")
-        if t.device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_ends(name, t.tolist(), length)
+        _check_ends(name, known(t), length)
     left, right = (None, None) if window is None else sides(window)
     right = 0 if causal else right
     q, kv = cu_seqlens_q.int(), cu_seqlens_kv.int()
@@ -153,7 +152,14 @@ def packed(
     return over(_INTERVALS, *(t[:, None] for t in rows), *cols)
 
 
+def known(t: torch.Tensor) -> list[int]:
+    """Its values; none where looking at them would wait for the device, or break a graph."""
+    return t.tolist() if t.device.type == "cpu" and not torch.compiler.is_compiling() else []
+
+
 def _check_ends(name: str, ends: list[int], length: int) -> None:
+    if not ends:
+        return
     if ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
         raise ValueError(f"{name} must begin with 0 and never fall, got {ends[:20]}")
     if ends[-1] > length:
@@ -173,10 +179,9 @@ def cached(
     given to `attention` besides. Values are checked where they are on the CPU: elsewhere that would be a wait.
     """
     _check_integers("lengths", lengths, "(batch,)", (1,))
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = [n for n in lengths.tolist() if not 0 <= n <= seqlen_kv]
-        if wrong:
-            raise ValueError(f"lengths must be between 0 and the {seqlen_kv} places there are, got {wrong[0]}")
+    wrong = [n for n in known(lengths) if not 0 <= n <= seqlen_kv]
+    if wrong:
+        raise ValueError(f"lengths must be between 0 and the {seqlen_kv} places there are, got {wrong[0]}")
     left, right = (None, None) if window is None else sides(window)
     right = 0 if causal else right
     before = lengths.int().view(-1, 1, 1, 1) - seqlen_q

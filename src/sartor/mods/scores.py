@@ -1,4 +1,5 @@
-"""The scores: changes of softmax_scale * q.k before the softmax. The order is soft-capping, ALiBi, bias."""
+"""The scores: changes of softmax_scale * q.k before the softmax. The order is soft-capping, the caller's own, ALiBi,
+bias."""
 
 from __future__ import annotations
 
