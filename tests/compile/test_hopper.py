@@ -97,6 +97,14 @@ def test_fewer_queries(dim, groups):
     check(p, tile)
 
 
+@pytest.mark.parametrize("mask", ["window", "mods"])
+@pytest.mark.parametrize("dim", [96, 192, 224, 256])
+def test_other_masks(dim, mask):
+    """What has no row of its own is given the tile of a causal mask's, or one that leaves registers for it."""
+    p = of_class(mask, dim, 16384)
+    check(p, choose(p, DEVICE).tile)
+
+
 @pytest.mark.parametrize("name", ablation.CHANGES)
 def test_changes_of_the_ablation(name):
     """Each compiles without spills and fits; all but one, which is a number, are other machine code."""

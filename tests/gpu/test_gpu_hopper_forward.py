@@ -118,6 +118,23 @@ def test_keys_biased_by_the_least_float32(dim):
             testing.check_all({"out": out, "lse": lse}, q, k, v, bias=bias, causal=True)
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, -0.5])
+def test_a_loud_key_beside_rows_without_one(scale):
+    """Whose bits it does not change: a document that begins within a slice, after rows of another and of none."""
+    q, k, v = testing.make_inputs(1, 2, 2, 256, 256, 64, None, torch.bfloat16, "cuda", "bshd", 0)
+    ids = torch.arange(256, device="cuda")[None] // 100
+    mask = mods.document(torch.where(ids == 1, 7, ids), ids)  # the second one's queries attend to nothing
+    loud, found = k.clone(), []
+    loud[:, 250] *= 40 / scale
+    for keys in (k, loud):
+        call = Call(q, keys, v, mask=mask, softmax_scale=scale)
+        for tile in tiles(Problem.of(call)):
+            out, lse = results(call, tile)[0]
+            testing.check_all({"out": out, "lse": lse}, q, keys, v, mask=mask, softmax_scale=scale)
+            found.append((out[:, :200], lse[:, :, :200]))
+    same(found)
+
+
 OPTIONS = {
     "full": lambda: {},
     "window": lambda: {"window": (100, 20)},

@@ -120,9 +120,14 @@ struct Consumer : Worker {
     begin_both();
     wgmma_wait<1>();
     pin(s);
-    MASKED ? prepare(s, scale) : change(s, scale);
-    const bool late = MASKED && softmax.late();
-    guess = softmax.speculate(s, factor, late);
+    bool late = false;  // whether there are rows that may see their first key here
+    if (MASKED) {
+      const int2 ends = prepare(s, scale);
+      late = softmax.late(ends.x > j * BLOCK_N, ends.y > j * BLOCK_N);
+    } else {
+      change(s, scale);
+    }
+    guess = softmax.template speculate<MASKED>(s, factor, late);
     const bool wrong = group_any(1 + group, softmax.wrong(guess, 0) || softmax.wrong(guess, 1));
     wgmma_wait<0>();
     pin(o);

@@ -168,7 +168,7 @@ class Measure:
     def registers(self) -> int:
         """Registers a thread that accumulators, and what is read for every pair, may take: the rest is beside them."""
         if self.groups < 3:
-            return 192
+            return 184 if self.mask == 2 and max(self.dim, self.dim_v) > 160 else 192
         if self.p.program.score is not None:
             return 108
         return 132 if self.mask < 2 or self.block_n <= 96 else 120

@@ -285,8 +285,12 @@ struct Worker {
   }
 #endif
 
-  // Scores as the softmax takes them: scaled and changed by the score function, -inf where masked
-  DEVICE void prepare(float (&s)[BLOCK_N / 2], float scale) const { change(s, scale), mask(s); }
+  // Scores as the softmax takes them: scaled and changed by the score function, -inf where masked; and where this tile has a
+  // mask, the ends of what this thread's rows see
+  DEVICE int2 prepare(float (&s)[BLOCK_N / 2], float scale) const {
+    change(s, scale);
+    return mask(s);
+  }
   DEVICE bool masked() const { return (MASK || RAGGED) && (j >= full_end || (LOWER && j < full_begin)); }  // this key tile
 
   DEVICE void change(float (&s)[BLOCK_N / 2], float scale) const {
@@ -308,8 +312,8 @@ struct Worker {
     UNROLL for (int i = 0; i < BLOCK_N / 2; i++) s[i] *= scale;
 #endif
   }
-  DEVICE void mask(float (&s)[BLOCK_N / 2]) const {
-    if (!masked()) return;
+  DEVICE int2 mask(float (&s)[BLOCK_N / 2]) const {
+    if (!masked()) return make_int2(0, 0);
     const int first = j * BLOCK_N + 2 * (lane & 3);
 #if MASK
     const int query[2] = {part.query(row), part.query(row + 8)};
@@ -323,11 +327,15 @@ struct Worker {
     }
 #elif MASK == 2
     UNROLL for (int r = 0; r < 2; r++) shared_load_pair(lo[r], hi[r], job() + Job::interval(group, row + 8 * r));
-    if (imin(lo[0], lo[1]) < 0) return look_at_every_key(s, first, heads, query);
+    if (imin(lo[0], lo[1]) < 0) {
+      look_at_every_key(s, first, heads, query);
+      return make_int2(hi[0], hi[1]);
+    }
 #endif
     UNROLL for (int w = 0; w < BLOCK_N; w += 128)
       UNROLL for (int r = 0; r < 2; r++)
         hide(s, r, w, (LOWER ? from_column(lo[r] - first - w) : ~0u) & ~from_column(hi[r] - first - w));
+    return make_int2(hi[0], hi[1]);
   }
 
   // What is left of a finished query tile: its place, its normalisers

@@ -77,12 +77,13 @@ template <int N, bool BF16, bool SINK, bool SCORE> struct Softmax {
   }
   // Whether all keys of the row were masked so far. A row that saw scores of -MOST, as biases make them, has a bound
   DEVICE bool unseen(int r) const { return top[r] == -MOST && (!SCORE || bound[r] == 0.f); }
-  DEVICE bool late() const { return __any_sync(ALL, unseen(0) || unseen(1)); }
+  DEVICE bool late(bool first, bool second) const { return __any_sync(ALL, (first && unseen(0)) || (second && unseen(1))); }
 
   // Weights for scores, and their sums: the fast form, right where it says so. If there are `late` rows, these scores give
   // them their references, and settle follows.
-  DEVICE Guess speculate(float (&s)[N / 2], float factor, bool late) {
+  template <bool MASKED> DEVICE Guess speculate(float (&s)[N / 2], float factor, bool late) {
     float added[2] = {0.f, 0.f}, other[2] = {0.f, 0.f}, from[2] = {-reference(0, factor), -reference(1, factor)};
+    if (MASKED) from[0] = fminf(from[0], MOST), from[1] = fminf(from[1], MOST);  // for unseen rows: -inf + inf is no weight
     if (late) refer<true>(s, factor, {unseen(0), unseen(1)}, from);
     UNROLL for (int i = 0; i < N / 8; i++) {
       UNROLL for (int e = 0; e < 4; e++) s[4 * i + e] = power2(fmaf(s[4 * i + e], factor, from[e / 2]));
@@ -110,7 +111,7 @@ template <int N, bool BF16, bool SINK, bool SCORE> struct Softmax {
       wrong |= __shfl_xor_sync(ALL, wrong, 2);
       const float most = quad_max(tile_max(s, r)), higher = wrong ? fmaxf(most, top[r]) : top[r];
       const bool exact = wrong || bound[r] == INF;  // as late rows have it
-      const float from = -reference(r, factor);
+      const float from = fminf(-reference(r, factor), MOST);  // as in speculate
       shrink[r] = power2((top[r] - higher) * factor);
       float added = 0.f;
       UNROLL for (int i = 0; i < N / 8; i++) {
