@@ -170,6 +170,18 @@ def test_few_queries_share_a_slice(seqlen_q):
     check(p, next(iter(SPEC.tiles(p, DEVICE))))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True, "sinks": meta(8)}, {"softcap": 9.0}], ids=list)
+@pytest.mark.parametrize("dim", [36, 64, 96, 128, 256])
+def test_keys_in_parts(dim, options):
+    p = problem(dim, heads=(8, 2), lengths=(5, 9000), **options)
+    tile = choose(p, DEVICE).tile
+    assert tile.parts > 1
+    found = SPEC.compile(p, tile).resources
+    assert set(found) == {"hopper_forward", "hopper_merge"}
+    assert found["hopper_merge"].spill_bytes == 0
+    assert found["hopper_forward"].spill_bytes <= (32 if options else 0)  # a few words between query tiles, as without
+
+
 def test_products_are_wgmma():
     binary = SPEC.compile(problem(), Tile(128, 128, 12, 5))
     try:

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sartor
-from sartor import nvrtc, ops
+from sartor import mods, nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
 from sartor.kernels import hopper_backward
 from sartor.kernels.cuda import host
 from sartor.kernels.hopper_forward import LONG, HopperForward, Measure
 from sartor.kernels.spec import Tile
+from sartor.plan import choose
 from sartor.problem import Call, Problem
 
 
@@ -193,6 +194,53 @@ def test_sections_of_heads_are_nearly_equal(heads, n, dim, mask):
 def test_keys_and_values_in_flight_stay_in_l2():
     in_flight = {d: 4 * 4096 * d * measure(64, 64, 2, d, causal=True).section >> 20 for d in (64, 128, 256)}
     assert in_flight == {64: 32, 128: 44, 256: 16}
+
+
+def decode(batch, heads, heads_kv, n, dim=128, queries=1, **options):
+    """The tile and the measure of few queries on 132 SMs."""
+    shapes = ((batch, queries, heads, dim), (batch, n, heads_kv, dim))
+    q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    p = Problem.of(Call(q, k, k, **options))
+    tile = choose(p, ARCHITECTURES[90]).tile
+    return tile, Measure.of(p, tile)
+
+
+def test_few_queries_take_the_keys_in_parts():
+    """As many as there are SMs for, but for what the merging costs, and where parts would be idle or change bits."""
+    assert [decode(b, 32, 8, 8192)[0].parts for b in (1, 2, 4, 8, 16)] == [16, 8, 4, 2, 1]
+    assert [decode(1, 8, 8, n)[0].parts for n in (1000, 2048, 65536)] == [1, 8, 16]
+    assert decode(1, 8, 8, 8192, causal=True, queries=3)[0].parts == 16
+    document = mods.document(*(torch.empty(1, n, dtype=torch.int32, device="meta") for n in (3, 8192)))
+    for options in ({"window": (100, 0)}, {"deterministic": True}, {"mask": document}):
+        assert decode(1, 8, 8, 8192, queries=3, **options)[0].parts == 1
+    lengths = torch.empty(1, dtype=torch.int32, device="meta")
+    assert decode(1, 8, 8, 8192, mask=mods.cached(lengths, 1, 8192))[0].parts == 16
+
+
+@settings(deadline=None)
+@given(
+    batch=st.integers(1, 6), heads=st.integers(1, 20), n=st.integers(1, 40000), queries=st.integers(1, 200),
+    dim=st.sampled_from([8, 64, 128, 256]),
+)  # fmt: skip
+def test_every_part_has_keys(batch, heads, n, queries, dim):
+    """One without would do others' again."""
+    tile, m = decode(batch, heads, heads, n, dim, queries)
+    deal = m.deal(132)
+    if tile.parts > 1:
+        assert (deal.parts - 1) * deal.width < m.key_tiles <= deal.parts * deal.width
+        assert deal.tiles == deal.tiles_head * batch * heads * tile.parts <= 132
+
+
+def test_parts_are_merged(driver):
+    """The first kernel writes where the second one reads, which writes what the caller gets."""
+    q, k = (torch.zeros((1, n, 4, 64), dtype=torch.bfloat16) for n in (1, 9000))
+    out, lse = sartor.attention(q, k, k, return_lse=True)
+    (grid, *first), (rows, *second) = driver.launches
+    assert (grid, rows) == (24 * 4, 4)
+    at_out = first.index(0) - 2  # before the sinks that are not there
+    assert second[:2] == first[at_out : at_out + 2]
+    assert second[2:4] == [out.data_ptr(), lse.data_ptr()]
+    assert second[1] - second[0] == 4 * 24 * 4 * 64
 
 
 def test_few_tiles_have_few_queries():

@@ -1,10 +1,15 @@
-"""The Hopper forward of 16-bit floats with tiles claimed early or late, fewer queries or parts: no bit may change."""
+"""The Hopper forward of 16-bit floats with tiles claimed early or late, fewer queries or parts: no bit may change.
+
+Except where the keys are in parts: then the budgets hold."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
+import sartor
 from sartor import kernels, mods, nvrtc, testing
 from sartor.device import Device
 from sartor.kernels import hopper_forward
@@ -133,6 +138,65 @@ def test_a_loud_key_beside_rows_without_one(scale):
             testing.check_all({"out": out, "lse": lse}, q, keys, v, mask=mask, softmax_scale=scale)
             found.append((out[:, :200], lse[:, :, :200]))
     same(found)
+
+
+PARTED = {
+    "full": lambda: {},
+    "causal": lambda: {"causal": True},
+    "sinks": lambda: {"sinks": torch.randn(4, device="cuda") + 3},
+    "softcap": lambda: {"softcap": 3.0, "causal": "top_left"},
+    "alibi": lambda: {"alibi_slopes": torch.rand(4, device="cuda"), "causal": True},
+    "bias": lambda: {"bias": torch.randn(17, 900, device="cuda", dtype=torch.bfloat16)},
+    "prefix": lambda: {"mask": mods.prefix(torch.tensor([0, 600], device="cuda"))},
+    "cached": lambda: {"mask": mods.cached(torch.tensor([17, 720], device="cuda"), 17, 900, causal=True)},
+    "float32": lambda: {"out_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("name", PARTED)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (36, 20), (192, 256)], ids=str)
+def test_keys_in_parts(dims, name):
+    """Merged, whatever is left for the last part, and for rows that see nothing of some parts or of all."""
+    for layout, dtype in (("bshd", torch.bfloat16), ("bhsd", torch.float16)):
+        q, k, v = testing.make_inputs(2, 4, 2, 17, 900, *dims, dtype, "cuda", layout, 0)
+        q, k, v = (t if layout == "bshd" else t.transpose(1, 2) for t in (q, k, v))
+        options = {n: x.to(dtype) if n == "bias" else x for n, x in PARTED[name]().items()}
+        call, counts = Call(q, k, v, **options), set()
+        if options.get("mask") is not None:  # what a row does not see is not looked at
+            v[0, 17:] = float("nan")
+        tile = next(t for t in SPEC.tiles(Problem.of(call), DEVICE) if t.block_m == 64)
+        tiles = -(-900 // tile.block_n)
+        for most in (2, 3, 5, tiles):
+            counts.add(-(-tiles // -(-tiles // most)))
+        options.pop("out_dtype", None)
+        for parts in counts:
+            out, lse = same(results(call, replace(tile, parts=parts)))
+            testing.check_all({"out": out, "lse": lse}, q, k, v, **options)
+
+
+def test_what_is_not_finite_in_a_part():
+    """NaN among the values or keys of one part reaches the rows that it would without parts, and no others."""
+    q, k, v = testing.make_inputs(1, 2, 2, 40, 2000, 64, None, torch.bfloat16, "cuda", "bshd", 0)
+    for t, what, head in ((v, float("nan"), 0), (v, float("inf"), 1), (k, float("nan"), 1)):
+        changed = t.clone()
+        changed[:, 1990, head] = what
+        for options in ({}, {"causal": True}):
+            call = Call(q, *((k, changed) if t is v else (changed, v)), **options)
+            tile = next(t for t in SPEC.tiles(Problem.of(call), DEVICE) if t.block_m == 64)
+            (out, lse), (whole, whole_lse) = (results(call, replace(tile, parts=n))[0] for n in (4, 1))
+            torch.testing.assert_close(out.isfinite(), whole.isfinite())
+            torch.testing.assert_close(lse.isfinite(), whole_lse.isfinite())
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 32, 8, 1, 8192), (1, 8, 8, 1, 8191), (3, 4, 1, 17, 5000), (1, 2, 2, 100, 3000)], ids=str
+)
+def test_parts_by_themselves(shape):
+    """What is taken in parts by itself; with gradients, and from a cache that is longer than what is filled."""
+    q, k, v = testing.make_inputs(*shape, 128, None, torch.bfloat16, "cuda", "bshd", 0)
+    assert sartor.explain(q, k, v).plan.tile.parts > 1
+    testing.verify(q, k, v, through_lse=True)
+    testing.verify(q, k[:, 7:-100], v[:, 7:-100], gradients=False)
 
 
 OPTIONS = {

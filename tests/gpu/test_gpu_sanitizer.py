@@ -25,11 +25,12 @@ PROGRAM = """
 import torch, sartor
 from sartor import mods, testing
 from sartor.kernels import hopper_forward
-hopper_forward.Measure.suited = lambda m, dev: m.tile  # several warpgroups, as on large problems
+suited = hopper_forward.Measure.suited
+hopper_forward.Measure.suited = lambda m, dev: {suited}  # several warpgroups, as on large problems
 hopper_forward.LONG = 1  # parts likewise
 dtype, backward = torch.{dtype}, {backward}
 for dim in {dims}:
-    q, k, v = testing.make_inputs(2, 4, 2, 200, 330, dim, None, dtype, "cuda", "bshd", 0, requires_grad=backward)
+    q, k, v = testing.make_inputs({sizes}, dim, None, dtype, "cuda", "bshd", 0, requires_grad=backward)
     for options in ({{}}, {{"causal": True}}, {{"window": (70, 3)}}{others}):
         print(sartor.explain(q, k, v, **options))
         out = sartor.attention(q, k, v, **options)
@@ -53,9 +54,13 @@ CASES = {
 }
 
 
+COMMON = {"sizes": "2, 4, 2, 200, 330", "suited": "m.tile"}
+PARTS = {"sizes": "1, 4, 2, 9, 5000", "suited": "suited(m, dev)", "others": ""}  # of the keys, as few queries have it
+
+
 def sanitize(tool, kernel, before="", **changed):
     """What the sanitizer and the program say; every allocation is one of its own, so that its end is seen."""
-    program = before + PROGRAM.format(**CASES[kernel] | changed)
+    program = before + PROGRAM.format(**COMMON | CASES[kernel] | changed)
     done = subprocess.run(
         [SANITIZER, "--tool", *tool, "--error-exitcode", str(FOUND), sys.executable, "-c", program],
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True, check=False,
@@ -72,6 +77,12 @@ def test_memory(kernel):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
+def test_memory_of_parts():
+    done = sanitize(("memcheck", "--report-api-errors", "no"), "hopper_forward", **PARTS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert re.search(r"forward: +hopper_forward\[.* p\d+\]", done.stdout)
+
+
 HAZARD = re.compile(r"(\w+) hazard detected .*\n.* Read Thread \((\d+),.*\n.* Write Thread \((\d+),")
 
 
@@ -85,10 +96,10 @@ def unexplained(said):
     return [h for h in hazards if not (h[0] == "WAR" and h[1] in consumers and h[2] == 96)]
 
 
-@pytest.mark.parametrize("before", ["", TWO_BLOCKS], ids=["many", "two"])
-def test_races(before):
+@pytest.mark.parametrize(("before", "changed"), [("", {}), (TWO_BLOCKS, {}), ("", PARTS)], ids=["many", "two", "parts"])
+def test_races(before, changed):
     """With a block for each tile nothing is written twice: then there is no hazard at all."""
     tool = ("racecheck", "--racecheck-report", "all", "--print-limit", "100000")
-    done = sanitize(tool, "hopper_forward", before, dims=(64, 128), others="")
+    done = sanitize(tool, "hopper_forward", before, **{"dims": (64, 128), "others": ""} | changed)
     assert unexplained(done.stdout) == []
     assert before or (done.returncode == 0 and "hazard detected" not in done.stdout)

@@ -30,6 +30,7 @@ constexpr int CHUNKS = imin((AHEAD ? QTile::bytes : VTile::bytes / GROUPS) / Out
 static_assert(!STAGED || CHUNKS > 0);
 // Without another product beside it too: q has left its place, in which there may be the next where q is in registers
 constexpr bool STAGED_ALONE = STAGED && AHEAD && !Q_REGISTERS;
+static_assert(!SPLIT || (GROUPS == 1 && WIDE && !BALANCED && !LOWER && !SINKS));
 static_assert(AHEAD || !STAGED || !LEAVES);  // all would have to be done with the values it lies over
 
 struct Consumer : Worker {
@@ -358,3 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
   }
 }
+
+#if SPLIT
+#include "hopper_merge.cuh"
+#endif

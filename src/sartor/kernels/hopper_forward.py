@@ -22,6 +22,7 @@ from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
 from sartor.problem import Problem, mask_class, rows_on_16_bytes
 
 SIGNATURE = "TTMMMPPPPqqqiiiiiiiiiiff"  # of the kernel, before the aux values
+MERGE_SIGNATURE, MERGE_COLUMNS = "PPPPPqqqiiii", 128  # of the kernel that merges parts; a thread a column
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
 LONG = 8  # whole tiles of a head, at least, where the last tiles are dealt out in parts
@@ -30,6 +31,8 @@ STEP_WIDE = STEP | {1: 1.4}  # of head dims beyond 128
 STEP_MASKED = {1: 1.8, 2: 2.3, 3: 3.0}  # under a mask, where few warpgroups wait for their own chain of products
 EVERY = 1 << 16  # rounds, more than there are
 ENDS = 2  # key tiles that the ends of a query tile take as long as
+MERGE = 640 << 10  # bytes of keys and values that an SM reads while parts are enqueued for merging and merged
+SHORTEST = 256  # keys of a part
 
 
 class HopperForward:
@@ -64,7 +67,7 @@ class HopperForward:
                 yield m.tile
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
-        """The tile with fewer queries, where few tiles leave SMs idle."""
+        """The tile with fewer queries, where few tiles leave SMs idle, or the keys in parts."""
         return self.measure(p, tile).suited(dev)
 
     def shared_bytes(self, plan: Plan) -> int:
@@ -222,7 +225,7 @@ class Measure:
         ptxas leaves products under way beside it (not beside chunks of 32 columns). Over values only where all
         warpgroups end with the same."""
         p = self.p
-        rows = p.out_dtype == p.dtype and p.dim_v % 8 == 0 and self.rows == 64
+        rows = p.out_dtype == p.dtype and p.dim_v % 8 == 0 and self.rows == 64 and not self.split
         free = self.dim <= 128 if self.ahead else self.widths[2] != 32 and not self.lower
         return rows and free and p.program.score is None and self.mask < 2
 
@@ -258,7 +261,12 @@ class Measure:
     @property
     def balanced(self) -> bool:
         """Whether blocks claim tiles from one counter, the longest first; otherwise every so many-th is a block's."""
-        return self.mask > 0
+        return self.mask > 0 and not self.split
+
+    @property
+    def split(self) -> bool:
+        """Whether keys are dealt out in parts too (Dao, Haziza, Massa and Sizov 2023, Flash-Decoding)."""
+        return self.tile.parts > 1
 
     @property
     def parted(self) -> bool:
@@ -271,8 +279,12 @@ class Measure:
         """What so many SMs are given, in parts as wide as ends soonest."""
         heads, wide = self.p.batch * self.p.heads_kv, max(self.dim, self.dim_v) > 128
         step = STEP_WIDE if wide else STEP_MASKED if self.mask else STEP
+        tiles_head = -(-self.slices // self.groups)
+        if self.split:
+            width = -(-self.key_tiles // self.tile.parts)
+            tiles = tiles_head * heads * self.tile.parts
+            return Deal(tiles_head, tiles, tiles, self.tile.parts, width, step[self.groups] * math.ceil(tiles / sms))
         if not self.parted:
-            tiles_head = -(-self.slices // self.groups)
             tiles, rounds = tiles_head * heads, tiles_head * heads / sms
             rounds = max(rounds * self.mean(tiles_head), 1.0) if self.mask else math.ceil(rounds)
             return Deal(tiles_head, tiles, tiles, 0, self.groups, step[self.groups] * rounds)
@@ -293,18 +305,34 @@ class Measure:
         tile is the one that is not full."""
         if mask_class(self.p) != "band":
             return 0.75  # what is seen is not known here
-        keys = -(-self.p.seqlen_kv // self.block_n)
+        keys = self.key_tiles
         seen = 1 - self.groups * (tiles_head - 1) / (2 * self.slices)  # of the keys
         return (seen * keys + ENDS) / (keys + ENDS)
 
     def suited(self, dev: Device) -> Tile:
         """The tile with the fewest queries of those that end soonest: with all of them, few tiles would leave SMs idle.
-        Its keys stay, and so do all results."""
+        Its keys stay, and so do all results, unless even so few tiles are left that the keys are taken in parts."""
         sms = dev.sm_count
         if not sms:
             return self.tile
         groups = min(range(1, self.groups + 1), key=lambda g: replace(self, groups=g).deal(sms).time)
-        return replace(self.tile, block_m=64 * groups, warps=4 * (groups + 1))
+        parts = self.key_parts(sms) if groups == 1 else 1
+        return replace(self.tile, block_m=64 * groups, warps=4 * (groups + 1), parts=parts)
+
+    def key_parts(self, sms: int) -> int:
+        """For tiles of 64 rows: as many as there are SMs for, if that is worth the merging. Where rows begin to see
+        keys anywhere, most parts would be idle. How many there are changes bits, and may change with the batch."""
+        most = min(sms // (self.slices * self.p.batch * self.p.heads_kv), self.p.seqlen_kv // SHORTEST)
+        if self.lower or self.p.deterministic or most < 2:
+            return 1
+        width = -(-self.key_tiles // most)
+        saved = 2 * (self.key_tiles - width) * self.block_n * (self.dim + self.dim_v)
+        return -(-self.key_tiles // width) if saved > MERGE else 1
+
+    @property
+    def key_tiles(self) -> int:
+        """Of all keys."""
+        return -(-self.p.seqlen_kv // self.block_n)
 
     @property
     def mask(self) -> int:
@@ -348,12 +376,43 @@ class Measure:
             "GROUPS": self.groups, "BLOCK_N": self.block_n, "STAGES_K": self.stages_k, "STAGES_V": self.stages_v,
             "Q_BUFFERS": self.q_buffers, "HELD": self.held, "ROWS": self.rows, "LATE_ROUNDS": self.late_rounds,
             "MASK": mask, "LOWER": int(self.lower),
-            "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0), "SINKS": int(p.sinks),
+            "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0),
+            "SINKS": int(p.sinks and not self.split), "SPLIT": int(self.split),
             "BALANCED": int(self.balanced), "PARTS": int(self.parted), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
             "TURNS": int(self.turns),
-            "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32),
+            "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32 or self.split),
             "AHEAD": int(self.ahead), "STAGED": int(self.staged),
         }  # fmt: skip
+
+
+@dataclass
+class Merge:
+    """The launch that puts the results of parts together, and the room that they take, in float32."""
+
+    kernel: nvrtc.Kernel
+    grid: int
+    numbers: tuple[int, ...]
+    strides: tuple[int, int, int]  # of a part's output, which lies as a batch item's
+    lses: int  # bytes from the outputs on
+    size: torch.Tensor  # one number, expanded to all that is in the room
+
+    @classmethod
+    def of(cls, binary: nvrtc.Binary, m: Measure, out: torch.Tensor) -> Merge:
+        """For an output like `out`, (b, sq, hq, dv)."""
+        p, parts = m.p, m.tile.parts
+        rows = p.batch * p.heads_q * p.seqlen_q
+        outs, wide = parts * rows * p.dim_v, p.out_dtype == torch.float32
+        return cls(
+            nvrtc.Kernel(binary, "hopper_merge", MERGE_SIGNATURE, MERGE_COLUMNS), rows * -(-p.dim_v // MERGE_COLUMNS),
+            (*launch.strides(out), p.heads_q, p.seqlen_q, parts, int(wide)),
+            (p.heads_q * p.seqlen_q * p.dim_v, p.seqlen_q * p.dim_v, p.dim_v), 4 * outs,
+            torch.empty(1, device=out.device).expand(outs + parts * rows),
+        )  # fmt: skip
+
+    def room(self) -> tuple[torch.Tensor, int, int]:
+        """For one launch, and where in it outputs and lse begin."""
+        room = torch.empty_like(self.size)
+        return room, room.data_ptr(), room.data_ptr() + self.lses
 
 
 @dataclass
@@ -370,6 +429,7 @@ class Ready:
     maps: tuple[nvrtc.TensorMaps, ...]  # of q, k, v
     out_maps: nvrtc.TensorMaps | None  # of a warp's rows of out, if the copy engine stores them
     lse: torch.Tensor  # one number, expanded to lse's shape: `empty_like` parses less than `empty`
+    merge: Merge | None  # where the keys are in parts
 
     @classmethod
     def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands) -> Ready:
@@ -378,7 +438,9 @@ class Ready:
         m = spec.measure(p, plan.tile)  # type: ignore[arg-type]
         tensors = (allocate_out(p, x.q, x.layout), _padded(x.q), _padded(x.k), _padded(x.v))
         out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
-        shape = (*launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv)
+        merge = Merge.of(binary, m, out) if m.split else None
+        strides = launch.strides(out) if merge is None else merge.strides
+        shape = (*strides, p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv)
         letters, sms = expressions.signature(p.program), plan.device.sm_count or 1
         deal = m.deal(sms)
         kernel = nvrtc.Kernel(binary, "hopper_forward", SIGNATURE + letters, 128 * (m.groups + 1), m.shared_bytes)
@@ -392,10 +454,10 @@ class Ready:
         return cls(
             p, kernel, min(deal.tiles, sms),
             numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,
-            () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks,
+            () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks * m.tile.parts,
             (host.maps(q, slice_, width, last), host.maps(k, tile, width, last), host.maps(v, tile, width_v)),
             host.maps(out, (16, 1), width_v) if m.staged else None,
-            torch.empty(1, device=q.device).expand(p.batch, p.heads_q, p.seqlen_q),
+            torch.empty(1, device=q.device).expand(p.batch, p.heads_q, p.seqlen_q), merge,
         )  # fmt: skip
 
     def run(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -411,14 +473,17 @@ class Ready:
             work = host.workspace(q.device, self.marks)
             of_q, of_k, of_v = self.strides
             inputs = INPUTS.pack(at_q, *of_q, at_k, *of_k, at_v, *of_v)
-        at_out = out.data_ptr()
+        at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        at_sinks, merge = 0 if x.sinks is None else x.sinks.data_ptr(), self.merge
+        room, *results = (None, at_out, at_lse) if merge is None else merge.room()
         self.kernel.launch(self.grid, (
             maps_q[at_q], maps_k[at_k], maps_v[at_v],
             b"" if self.out_maps is None else self.out_maps[at_out], inputs,
-            at_out, 0 if lse is None else lse.data_ptr(), 0 if x.sinks is None else x.sinks.data_ptr(),
-            0 if work is None else work.data_ptr(), *self.numbers,
+            *results, at_sinks, 0 if work is None else work.data_ptr(), *self.numbers,
             *(expressions.arguments(x.aux, p.program) if self.reads else ()),
         ))  # fmt: skip
+        if merge is not None:
+            merge.kernel.launch(merge.grid, (*results, at_out, at_lse, at_sinks, *merge.numbers))
         return out, lse
 
 

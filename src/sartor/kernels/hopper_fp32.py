@@ -134,6 +134,10 @@ class Measure(hopper_forward.Measure):
         """Never: few problems would gain."""
         return False
 
+    def key_parts(self, sms: int) -> int:
+        """One: who splits float32 does so for all blocks."""
+        return 1
+
     @property
     def ahead(self) -> bool:
         """Whether the next tile's q is copied beside the last product: a score needs the registers."""

@@ -57,14 +57,14 @@ struct Repair {
     }
   }
 
-  DEVICE void run(int batch, int head, int row) {
-    const int key_head = head / n.group;
+  DEVICE void run(int item, int head, int row) {
+    const int batch = batch_of(item, n), key_head = head / n.group;
     const u16* from = in.q.data + batch * in.q.batch + head * in.q.head + row * in.q.row;
     __syncwarp();
     for (int c = lane; c < DIM_EXACT; c += 32) query[c] = Half::widen(from[c]);
     __syncwarp();
     const Span span = rows(batch, head, row, x, n);
-    const int lo = imax(span.lo, 0), hi = imin(span.hi, n.seqlen_kv);
+    const int lo = imax(span.lo, first_key(item, n)), hi = imin(span.hi, end_of_keys(item, n));
     top = -MOST, sum = 0.f;
     UNROLL for (int c = 0; c < ceil_div(DIM_V, 64); c++) o[c][0] = o[c][1] = 0.f;
     for (int first = lo; first < hi; first += 32) {
@@ -84,16 +84,16 @@ struct Repair {
       fold(in.v.data + batch * in.v.batch + key_head * in.v.head + i64(first) * in.v.row, weight, __ballot_sync(ALL, mine));
     }
     UNROLL for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
-    store(batch, head, row);
+    store(item, head, row);
   }
 
-  DEVICE void store(int batch, int head, int row) {
+  DEVICE void store(int item, int head, int row) {
     const float sink = SINKS ? t.sinks[head] : -INF;
     const float highest = fmaxf(top, sink), shrink = power2((top - highest) * LOG2_E);
     const float l = sum * shrink + power2((sink - highest) * LOG2_E), inverse = l == 0.f ? 0.f : shrink / l;
-    const int flat = batch * n.heads_kv * n.group + head;
+    const int flat = item * n.heads_kv * n.group + head;
     if (lane == 0) global_store(t.lse, i64(flat) * n.seqlen_q + row, l == 0.f ? -INF : highest + logarithm2(l) * LN_2);
-    const i64 place = batch * t.out_batch + head * t.out_head + row * t.out_row;
+    const i64 place = item * t.out_batch + head * t.out_head + row * t.out_row;
     UNROLL for (int c = 0; c < ceil_div(DIM_V, 64); c++)
       UNROLL for (int e = 0; e < 2; e++) {
         const int column = 64 * c + 2 * lane + e;

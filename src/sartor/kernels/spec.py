@@ -49,7 +49,8 @@ class Gradients(NamedTuple):
 class Tile:
     """The measure a kernel is cut to: rows of queries, rows of keys, warps, pipeline stages.
 
-    `then` is the measure of the next kernel where a pass has several of their own measure (dk and dv, then dq).
+    `then` is the measure of the next kernel where a pass has several of their own measure (dk and dv, then dq). The
+    keys are taken in `parts`: of several each is a tile's of its own, and one more kernel merges their results.
     """
 
     block_m: int
@@ -57,10 +58,12 @@ class Tile:
     warps: int = 4
     stages: int = 1
     then: Tile | None = None
+    parts: int = 1
 
     def __str__(self) -> str:
         after = f", {self.then}" if self.then else ""
-        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}{after}"
+        parts = f" p{self.parts}" if self.parts > 1 else ""
+        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}{parts}{after}"
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Tile:

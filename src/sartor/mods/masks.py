@@ -108,13 +108,17 @@ def document(ids: torch.Tensor, kv_ids: torch.Tensor | None = None) -> Mask:
     )
 
 
+_OF_ROWS, _OF_COLUMNS = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2, 1), 2))
 _INTERVALS = interval(
     rows=lambda b, h, q, aux: (aux[0], aux[1]),
     cols=lambda b, h, kv, aux: (aux[2], aux[3]),
-    aux=(
-        *[torch.empty(2, 1, dtype=torch.int32, device="meta")] * 2,
-        *[torch.empty(2, dtype=torch.int32, device="meta")] * 2,
-    ),
+    aux=(_OF_ROWS, _OF_ROWS, _OF_COLUMNS, _OF_COLUMNS),
+    name="intervals",
+)
+_FROM_THE_FIRST = interval(  # of which the keys may be taken in parts
+    rows=lambda b, h, q, aux: (None, aux[0]),
+    cols=lambda b, h, kv, aux: (aux[1], aux[2]),
+    aux=(_OF_ROWS, _OF_COLUMNS, _OF_COLUMNS),
     name="intervals",
 )
 
@@ -187,13 +191,13 @@ def cached(
     before = lengths.int().view(-1, 1, 1, 1) - seqlen_q
     q = torch.arange(seqlen_q, dtype=torch.int32, device=lengths.device)[:, None] + before
     kv = torch.arange(seqlen_kv, dtype=torch.int32, device=lengths.device) - before
-    lo, hi = torch.zeros_like(q), (before + seqlen_q).expand_as(q)
-    first, last = torch.zeros_like(kv), torch.where(kv < seqlen_q, seqlen_q, 0).int()
-    if left is not None:
-        lo, last = q - min(left, BIG), torch.minimum(last, kv + min(left, BIG) + 1)
+    hi, first = (before + seqlen_q).expand_as(q), torch.zeros_like(kv)
+    last = torch.where(kv < seqlen_q, seqlen_q, 0).int()
     if right is not None:
         hi, first = torch.minimum(hi, q + min(right, BIG) + 1), kv - min(right, BIG)
-    return over(_INTERVALS, lo, hi, first, last)
+    if left is None:
+        return over(_FROM_THE_FIRST, hi, first, last)
+    return over(_INTERVALS, q - min(left, BIG), hi, first, torch.minimum(last, kv + min(left, BIG) + 1))
 
 
 def diagonal(own: torch.Tensor, others: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,8 @@
 // before those that it sees (LEAVES), and its measure in macros: DIM_V, COLUMNS (of the output, at most DIM_V), GROUPS
 // (consumer warpgroups), BLOCK_N (keys a tile), STAGES_K, STAGES_V, Q_BUFFERS, LATE_ROUNDS (of all blocks, the last ones, in
 // which query tiles are claimed late), ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval
-// has a lower end), SCORE, PRESCALE, SINKS, BALANCED, PARTS (see `share`), RAGGED (the last key tile is not full), TURNS
-// (warpgroups take turns at the tensor cores), WIDE (float32 output), BF16.
+// has a lower end), SCORE, PRESCALE, SINKS, BALANCED, PARTS (see `share`), SPLIT (keys are dealt out too), RAGGED (the last
+// key tile is not full), TURNS (warpgroups take turns at the tensor cores), WIDE (float32 output), BF16.
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/near.cuh"
@@ -55,6 +55,14 @@ struct Rings {
   }
 };
 
+// What a query tile is of: an item of the batch. With SPLIT its keys are dealt out in n.parts parts of n.width key tiles:
+// each part is a query tile of an item of its own, and so are its results, in float32.
+DEVICE int batch_of(int item, const Shape& n) { return SPLIT ? item / n.parts : item; }
+DEVICE int first_key(int item, const Shape& n) { return SPLIT ? item % n.parts * n.width * BLOCK_N : 0; }
+DEVICE int end_of_keys(int item, const Shape& n) {
+  return SPLIT ? imin(first_key(item, n) + n.width * BLOCK_N, n.seqlen_kv) : n.seqlen_kv;
+}
+
 // Slice `i` of a tile. With BALANCED the tile of a head that is not full is its first one, not its last, which may take the
 // longest; where there is no slice, it lies past the end.
 DEVICE Part slice(int tile, int i, const Shape& n) {
@@ -79,7 +87,7 @@ DEVICE void describe(const Share& at, bool late, u32 slot, const Shape& n, const
     for (int r = 0; r < (part.first_query < n.seqlen_q ? 2 : 0); r++) {  // rows past the end count as the last
       const int row = (threadIdx.x & 31) + 32 * r;
       const int head = imin(part.head(row), n.group - 1), query = imin(part.query(row), n.seqlen_q - 1);
-      const Span s = rows(at.batch, at.head * n.group + head, query, x, n);
+      const Span s = rows(batch_of(at.batch, n), at.head * n.group + head, query, x, n);
       if (MASK == 2) {
         const bool whole = s.lo == s.full_lo && s.hi == s.full_hi;  // whether the row attends to all of it
         const u32 at_row = opaque(slot) + Job::interval(g, row);  // an address found anew: none is kept for each row
@@ -99,7 +107,8 @@ DEVICE void describe(const Share& at, bool late, u32 slot, const Shape& n, const
       shared_store(slot + Job::own_end(g), ceil_div(own_hi, BLOCK_N));
     }
   }
-  hi = imin(imax(hi, 0), n.seqlen_kv), lo = imin(imax(lo, 0), hi);
+  const int first = first_key(at.batch, n);
+  hi = imin(imax(hi, first), end_of_keys(at.batch, n)), lo = imin(imax(lo, first), hi);
   const int begin = lo / BLOCK_N, end = imax(ceil_div(hi, BLOCK_N), begin + 1);  // at least one, if all of it is masked
   if (lead) {
     shared_store(slot + Job::batch, at.batch), shared_store(slot + Job::head, at.head);
@@ -122,7 +131,8 @@ template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, 
     if (!first) next = (BALANCED ? lead ? atomicAdd(t.work, 1) : 0 : number) + opaque(gridDim.x);
     number = __shfl_sync(ALL, next, 0);
     if (number >= n.tiles) break;
-    const Share at = share<GROUPS, BALANCED, PARTS>(number, n);
+    Share at = share<GROUPS, BALANCED, PARTS>(SPLIT ? number / n.parts : number, n);
+    if (SPLIT) at.batch = at.batch * n.parts + number % n.parts;
     const bool late = BALANCED && number + LATE_ROUNDS * int(opaque(gridDim.x)) >= n.tiles;
     describe(at, late, base + AT_JOBS + rings.jobs.stage() * Job::bytes, n, x);
     __syncwarp();
@@ -151,10 +161,10 @@ template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const
   while (true) {
     rings.jobs.await_full();
     const u32 slot = base + AT_JOBS + rings.jobs.stage() * Job::bytes;
-    const int batch = shared_load(slot + Job::batch), head = shared_load(slot + Job::head);
+    const int item = shared_load(slot + Job::batch), head = shared_load(slot + Job::head), batch = batch_of(item, n);
     const int begin = shared_load(slot + Job::begin), last = shared_load(slot + Job::end) - 1;
     const int tell = shared_load(slot + Job::tell);
-    if (batch < 0) return;
+    if (item < 0) return;
 #pragma unroll 1
     for (int j = last, g = QUERIES ? 0 : GROUPS; j >= begin; j--) {
       rings.k.await_empty();
@@ -188,7 +198,7 @@ struct Worker {
   const u32 base;
   const int group, warp, lane, row;  // warp: of the group's four; row: the first of this thread's two in its slice
   Rings rings;
-  int batch = -1, head, j, begin, full_begin, full_end;  // this query tile
+  int item, batch = -1, head, j, begin, full_begin, full_end;  // this query tile
   int skipped, below;  // of its key tiles, after and before those that this warpgroup sees
   Part part;
 
@@ -213,7 +223,7 @@ struct Worker {
     auto read = [&](int at) { return __shfl_sync(ALL, shared_load(slot + at), 0); };
     const int first = read(Job::batch);
     if (first < 0) return false;
-    batch = first, head = read(Job::head), part = {read(Job::first_query(group)), read(Job::first_head(group))};
+    item = first, batch = batch_of(first, n), head = read(Job::head), part = {read(Job::first_query(group)), read(Job::first_head(group))};
     begin = read(Job::begin), j = read(Job::end) - 1;
     skipped = SKIPS ? imin(j - begin, imax(j + 1 - read(Job::own_end(group)), 0)) : 0;
     below = SKIPS && LEAVES ? imin(j - skipped - begin, imax(read(Job::own_begin(group)) - begin, 0)) : 0;
@@ -349,12 +359,12 @@ struct Worker {
     Finished f;
     UNROLL for (int r = 0; r < 2; r++) {
       const int query = part.query(row + 8 * r), in_batch = head * n.group + part.head(row + 8 * r);
-      const int flat = batch * n.heads_kv * n.group + in_batch;
+      const int flat = item * n.heads_kv * n.group + in_batch;
       f.real[r] = part.real(row + 8 * r, n);
       f.lse_place[r] = i64(flat) * n.seqlen_q + query;
       if (r == 0) {
         const int first = flat - part.head(row) + part.first_head;
-        f.place = batch * t.out_batch + in_batch * t.out_head + query * t.out_row;
+        f.place = item * t.out_batch + in_batch * t.out_head + query * t.out_row;
         f.mark = (first + 1) * ceil_div(n.seqlen_q, 64) - 1 - part.first_query / 64;
       }
       f.sink[r] = SINKS && f.real[r] ? t.sinks[in_batch] : -INF;

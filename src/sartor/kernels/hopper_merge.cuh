@@ -1,0 +1,61 @@
+// Attention over parts of the keys put together: a part's result weighs exp(lse - total) (Dao, Haziza, Massa and Sizov
+// 2023, Flash-Decoding). A block makes 128 columns of a row of the output; each of its four warps takes every fourth part.
+#pragma once
+
+struct Merge {
+  const float *outs, *lses;  // (batch, parts, heads, seqlen_q, COLUMNS), (batch, parts, heads, seqlen_q)
+  const int parts;
+  const i64 first, step;  // this row in `lses`, of the first part, and on to the next
+
+  DEVICE float lse(int part) const { return lses[first + part * step]; }
+  DEVICE void read(float (&x)[4], int part, int column) const {
+    const float* from = outs + (first + part * step) * COLUMNS + column;
+    if (COLUMNS % 4 == 0 && column < COLUMNS) {
+      const float4 four = *reinterpret_cast<const float4*>(from);
+      x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    } else {
+      UNROLL for (int e = 0; e < 4; e++) x[e] = column + e < COLUMNS ? from[e] : 0.f;
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(128)
+    hopper_merge(const float* outs, const float* lses, void* out, float* lse, const float* sinks, i64 out_batch,
+                 i64 out_head, i64 out_row, int heads, int seqlen_q, int parts, int wide) {
+  __shared__ float shares[4][128], totals[4];
+  const int pieces = ceil_div(COLUMNS, 128), row = blockIdx.x / pieces, left = blockIdx.x % pieces * 128;
+  const int query = row % seqlen_q, flat = row / seqlen_q, head = flat % heads, batch = flat / heads;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const i64 step = i64(heads) * seqlen_q;
+  const Merge from{outs, lses, parts, batch * parts * step + i64(head) * seqlen_q + query, step};
+
+  const float sink = sinks ? sinks[head] : -INF;
+  float top = sink;
+  for (int part = lane; part < parts; part += 32) top = fmaxf(top, from.lse(part));
+  UNROLL for (int way = 16; way; way /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, way));
+  const float base = fabsf(top) <= MOST ? top : 0.f;  // -inf: nothing is seen
+
+  float share[4] = {0.f, 0.f, 0.f, 0.f}, total = 0.f;
+#pragma unroll 4
+  for (int part = warp; part < parts; part += 4) {
+    const float weight = power2((from.lse(part) - base) * LOG2_E);
+    float x[4];
+    from.read(x, part, left + 4 * lane);
+    UNROLL for (int e = 0; e < 4; e++) share[e] = fmaf(weight, x[e], share[e]);
+    total += weight;
+  }
+  UNROLL for (int e = 0; e < 4; e++) shares[warp][4 * lane + e] = share[e];
+  if (lane == 0) totals[warp] = total;
+  __syncthreads();
+
+  const int i = threadIdx.x, column = left + i;
+  const float sum = (totals[0] + totals[1]) + (totals[2] + totals[3]) + power2((sink - base) * LOG2_E);
+  const float result = (shares[0][i] + shares[1][i]) + (shares[2][i] + shares[3][i]);
+  const float x = sum == 0.f ? 0.f : result / sum;
+  const i64 place = batch * out_batch + head * out_head + query * out_row + column;
+  if (column < COLUMNS) {
+    if (wide) static_cast<float*>(out)[place] = x;
+    else static_cast<u16*>(out)[place] = u16(Half::pack(x, 0.f));
+  }
+  if (column == 0) global_store(lse, row, sum == 0.f ? -INF : base + logarithm2(sum) * LN_2);
+}
