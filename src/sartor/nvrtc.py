@@ -262,6 +262,9 @@ def disassembler() -> str:
     raise FileNotFoundError("needs cuobjdump to show machine code: it comes with the CUDA toolkit and with Triton")
 
 
+_CODES: dict[Binary, Any] = {}  # loaded, and never unloaded: a captured graph outlives the plan that it was made with
+
+
 class _Frame:
     """Room for the arguments of one launch, as the driver wants them: values, and an array of pointers to them."""
 
@@ -296,7 +299,6 @@ class Kernel:
         self._success = driver.CUresult.CUDA_SUCCESS
         self._handles: dict[int, Any] = {}
         self._frames: list[_Frame] = []
-        self._code: Any = None
 
     def launch(self, grid: int | tuple[int, int, int], values: Sequence[Any], stream: int | None = None) -> None:
         """Launch on `stream` (a raw handle), by default torch's current stream of the current device.
@@ -323,15 +325,16 @@ class Kernel:
 
     def _load(self, device: int) -> Any:
         """The driver's handle on a device; more shared memory than 48 KiB is asked for once, here."""
-        with _IMPORTING:  # a second thread's code would unload the first one's
+        with _IMPORTING:
             from cuda.bindings import driver
             from cuda.core import ObjectCode
 
-            if self._code is None:
-                self._code = ObjectCode.from_cubin(self.binary.cubin).get_kernel(self.name)
-            handle = driver.CUfunction(int(self._code.handle))
+            code = _CODES.get(self.binary)
+            if code is None:
+                code = _CODES[self.binary] = ObjectCode.from_cubin(self.binary.cubin)
+            found = int(code.get_kernel(self.name).handle)
+            handle, kernel = driver.CUfunction(found), driver.CUkernel(found)
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            kernel = driver.CUkernel(int(self._code.handle))
             (status,) = driver.cuKernelSetAttribute(limit, self.shared, kernel, driver.CUdevice(device))
             if status != self._success:
                 raise LaunchError(f"{self.name} needs {self.shared} bytes of shared memory a block: {status.name}")

@@ -4,16 +4,18 @@ Except where the keys are in parts: then the budgets hold."""
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 
 import sartor
-from sartor import kernels, mods, nvrtc, testing
+from sartor import kernels, mods, nvrtc, ops, testing
 from sartor.device import Device
 from sartor.kernels import hopper_forward
 from sartor.kernels.spec import Operands, Plan, Tile
+from sartor.plan import choose
 from sartor.problem import Call, Problem, aux_values
 from sartor.tuning import table
 
@@ -197,6 +199,23 @@ def test_parts_by_themselves(shape):
     assert sartor.explain(q, k, v).plan.tile.parts > 1
     testing.verify(q, k, v, through_lse=True)
     testing.verify(q, k[:, 7:-100], v[:, 7:-100], gradients=False)
+
+
+@pytest.mark.parametrize("keys", [300, 8192])
+def test_a_graph_outlives_its_plan(keys):
+    """The code of a kernel stays loaded when plans are forgotten; with parts there are two."""
+    q, k, v = testing.make_inputs(1, 4, 4, 1, keys, 64, None, torch.bfloat16, "cuda", "bshd", 0)
+    sartor.attention(q, k, v)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sartor.attention(q, k, v)
+    choose.cache_clear(), ops._PREPARED.clear()
+    gc.collect()
+    for _ in range(20):
+        q.normal_()
+        graph.replay()
+        torch.testing.assert_close(out, sartor.attention(q, k, v), rtol=0, atol=0)
 
 
 OPTIONS = {
