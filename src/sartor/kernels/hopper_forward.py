@@ -475,7 +475,7 @@ class Ready:
             inputs = INPUTS.pack(at_q, *of_q, at_k, *of_k, at_v, *of_v)
         at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
         at_sinks, merge = 0 if x.sinks is None else x.sinks.data_ptr(), self.merge
-        room, *results = (None, at_out, at_lse) if merge is None else merge.room()
+        _held, *results = (None, at_out, at_lse) if merge is None else merge.room()
         self.kernel.launch(self.grid, (
             maps_q[at_q], maps_k[at_k], maps_v[at_v],
             b"" if self.out_maps is None else self.out_maps[at_out], inputs,

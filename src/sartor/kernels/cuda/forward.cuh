@@ -223,7 +223,8 @@ struct Worker {
     auto read = [&](int at) { return __shfl_sync(ALL, shared_load(slot + at), 0); };
     const int first = read(Job::batch);
     if (first < 0) return false;
-    item = first, batch = batch_of(first, n), head = read(Job::head), part = {read(Job::first_query(group)), read(Job::first_head(group))};
+    item = first, batch = batch_of(first, n), head = read(Job::head);
+    part = {read(Job::first_query(group)), read(Job::first_head(group))};
     begin = read(Job::begin), j = read(Job::end) - 1;
     skipped = SKIPS ? imin(j - begin, imax(j + 1 - read(Job::own_end(group)), 0)) : 0;
     below = SKIPS && LEAVES ? imin(j - skipped - begin, imax(read(Job::own_begin(group)) - begin, 0)) : 0;
