@@ -295,7 +295,18 @@ def test_a_whole_cache():
     assert torch.equal(found, sartor.flash_attn_func(q, k_cache, v_cache, causal=True))
 
 
+@pytest.mark.parametrize("lengths", [None, 7])
+def test_one_split_keeps_the_keys_of_a_cache_whole(lengths, monkeypatch):
+    found = []
+    monkeypatch.setattr(flash_attn, "_attend_to_cache", lambda *_, **options: found.append(options["deterministic"]))
+    for splits in (0, 1, 3):
+        sartor.flash_attn_with_kvcache(*cache_inputs()[:3], cache_seqlens=lengths, num_splits=splits)
+    assert found == [False, True, False]
+
+
 @pytest.mark.parametrize(("change", "words"), [
+    ({"num_splits": -1}, "num_splits must be an integer of at least 0, got -1"),
+    ({"num_splits": "one"}, "num_splits must be an integer of at least 0, got 'one'"),
     ({"cache_seqlens": torch.tensor([0, -1, 3])}, "cache_seqlens must be between 0 and the 12 .*got -1"),  # E01
     ({"cache_seqlens": torch.tensor([0, 13, 3])}, "cache_seqlens must be between 0 and the 12 .*got 13"),  # E02
     ({"cache_seqlens": 13}, "cache_seqlens must be between .*got 13"),

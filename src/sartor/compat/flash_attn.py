@@ -193,7 +193,9 @@ def flash_attn_with_kvcache(
         softmax_scale, softcap: as for `flash_attn_func`.
         causal, window_size: aligned at an item's last query and its last key.
         alibi_slopes: float32 (heads_q,) or (batch, heads_q).
-        num_splits, rotary_interleaved: accepted; nothing depends on them.
+        num_splits: 1 keeps the keys whole, so that what else is in the batch changes no bit; with 0 or more than 1
+            they are taken in as many parts as suit the GPU.
+        rotary_interleaved: accepted; nothing depends on it.
         return_softmax_lse: return (out, lse), lse (batch, heads_q, seqlen_q).
         rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table: None; others raise NotImplementedError.
 
@@ -212,11 +214,16 @@ def flash_attn_with_kvcache(
         if cache.shape[0] != q.shape[0]:
             raise ValueError(f"{name} must have the batch of q, {q.shape[0]}, got batch {cache.shape[0]}")
     boolean("causal", causal)
+    if not is_integer(num_splits) or num_splits < 0:
+        raise ValueError(f"num_splits must be an integer of at least 0, got {num_splits!r}")
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": num_splits == 1,
+        "return_lse": return_softmax_lse,
+    }  # fmt: skip
     if cache_seqlens is None and k is None and v is None:
         return _attend_to_cache(
-            q, k_cache, v_cache, causal=causal, window=window_size, softmax_scale=softmax_scale, softcap=softcap,
-            alibi_slopes=alibi_slopes, return_lse=return_softmax_lse,
-        )  # fmt: skip
+            q, k_cache, v_cache, causal=causal, window=window_size, alibi_slopes=alibi_slopes, **options
+        )
     before = _cache_lengths(cache_seqlens, q, k_cache.shape[1])
     lengths = before
     if k is not None or v is not None:
@@ -231,10 +238,7 @@ def flash_attn_with_kvcache(
         at = before[:, None].long() + torch.arange(k.shape[1], device=k.device)
         item = torch.arange(at.shape[0], device=k.device)[:, None]
         k_cache[item, at], v_cache[item, at] = k, v
-    return _attend_to_cache(
-        q, k_cache, v_cache, mask=mask, score=score, softmax_scale=softmax_scale, softcap=softcap,
-        return_lse=return_softmax_lse,
-    )  # fmt: skip
+    return _attend_to_cache(q, k_cache, v_cache, mask=mask, score=score, **options)
 
 
 def _cache_lengths(given: int | Tensor | None, q: Tensor, capacity: int) -> Tensor:
