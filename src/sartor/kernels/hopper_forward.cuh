@@ -149,7 +149,7 @@ struct Consumer : Worker {
     pin(s);
     prepare(s, scale);
     float shrink[2];
-    softmax.correct(s, factor, guess, shrink);
+    softmax.template correct<MASK != 0>(s, factor, guess, shrink);
     UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] *= shrink[i / 2 % 2];
     end_step();
     softmax.settle(factor);

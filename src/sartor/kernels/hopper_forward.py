@@ -461,7 +461,7 @@ class Ready:
         )  # fmt: skip
 
     def run(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One launch on the current stream."""
+        """One launch on the current stream, and with the keys in parts the one that merges them."""
         p, q, k, v = self.problem, x.q, x.k, x.v
         if p.dim % 8 or p.dim_v % 8:
             q, k, v = _padded(q), _padded(k), _padded(v)

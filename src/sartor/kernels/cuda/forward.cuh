@@ -198,7 +198,7 @@ struct Worker {
   const u32 base;
   const int group, warp, lane, row;  // warp: of the group's four; row: the first of this thread's two in its slice
   Rings rings;
-  int item, batch = -1, head, j, begin, full_begin, full_end;  // this query tile
+  int batch = -1, head, j, begin, full_begin, full_end;  // this query tile
   int skipped, below;  // of its key tiles, after and before those that this warpgroup sees
   Part part;
 
@@ -223,7 +223,7 @@ struct Worker {
     auto read = [&](int at) { return __shfl_sync(ALL, shared_load(slot + at), 0); };
     const int first = read(Job::batch);
     if (first < 0) return false;
-    item = first, batch = batch_of(first, n), head = read(Job::head);
+    batch = batch_of(first, n), head = read(Job::head);
     part = {read(Job::first_query(group)), read(Job::first_head(group))};
     begin = read(Job::begin), j = read(Job::end) - 1;
     skipped = SKIPS ? imin(j - begin, imax(j + 1 - read(Job::own_end(group)), 0)) : 0;
@@ -358,6 +358,7 @@ struct Worker {
   };
   DEVICE Finished finished() const {
     Finished f;
+    const int item = SPLIT ? batch * n.parts + begin / n.width : batch;
     UNROLL for (int r = 0; r < 2; r++) {
       const int query = part.query(row + 8 * r), in_batch = head * n.group + part.head(row + 8 * r);
       const int flat = item * n.heads_kv * n.group + in_batch;

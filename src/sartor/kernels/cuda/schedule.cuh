@@ -21,7 +21,8 @@ template <int ROWS> struct Slice {
   DEVICE bool real(int row, const Shape& n) const { return query(row) < n.seqlen_q && (ROWS == 64 || head(row) < n.group); }
 };
 
-// What everybody is told of a tile, in shared memory, by byte offsets: its place (batch -1: there is no more), its keys in
+// What everybody is told of a tile, in shared memory, by byte offsets: its place (batch, or item,
+// -1: there is no more), its keys in
 // key tiles [begin, end), the one at which another query tile is claimed (tell), and for slice g where it is, which key
 // tiles, [full_begin, full_end), need no mask in it, and [own_begin, own_end), outside which it sees nothing. TOLD: also
 // the interval of keys of each row

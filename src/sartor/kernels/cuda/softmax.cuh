@@ -104,14 +104,14 @@ template <int N, bool BF16, bool SINK, bool SCORE> struct Softmax {
   // The same scores again, for rows whose guess was wrong: a higher maximum, exact weights, and what the output is to be
   // multiplied with. The other rows get what they had: a row's result is its own, whatever its neighbours hold. Settle
   // follows.
-  DEVICE void correct(float (&s)[N / 2], float factor, const Guess& guess, float (&shrink)[2]) {
+  template <bool MASKED> DEVICE void correct(float (&s)[N / 2], float factor, const Guess& guess, float (&shrink)[2]) {
     UNROLL for (int r = 0; r < 2; r++) {
       bool wrong = this->wrong(guess, r);
       wrong |= __shfl_xor_sync(ALL, wrong, 1);
       wrong |= __shfl_xor_sync(ALL, wrong, 2);
       const float most = quad_max(tile_max(s, r)), higher = wrong ? fmaxf(most, top[r]) : top[r];
       const bool exact = wrong || bound[r] == INF;  // as late rows have it
-      const float from = fminf(-reference(r, factor), MOST);  // as in speculate
+      const float from = MASKED ? fminf(-reference(r, factor), MOST) : -reference(r, factor);  // as in speculate
       shrink[r] = power2((top[r] - higher) * factor);
       float added = 0.f;
       UNROLL for (int i = 0; i < N / 8; i++) {
