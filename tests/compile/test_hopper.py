@@ -157,6 +157,13 @@ def test_scores_of_every_operator(name):
     SPEC.compile(p, choose(p, DEVICE).tile)
 
 
+@pytest.mark.parametrize("options", [{"softcap": 30.0}, {"causal": True, "alibi_slopes": meta(4)}], ids=list)
+@pytest.mark.parametrize("dim", [40, 64, 80, 96, 120, 128, 160, 192, 256])
+def test_scores(dim, options):
+    p = problem(dim, lengths=(4096, 4096), **options)
+    check(p, choose(p, DEVICE).tile)
+
+
 def test_masks_of_every_operator():
     """The text of each alone is run on CPUs; here they are together."""
     mask = reduce(operator.or_, (m for m, _ in dialects.make(100, 100, "meta").values()))

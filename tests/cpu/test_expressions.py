@@ -52,7 +52,7 @@ def test_near_values_are_read_from_their_argument():
     """`keep` and `score` come twice: for who has a Near, and for who reads in place."""
     found = program(mask=table(64, 96, dtype=torch.bool), bias=table(64, 96))
     lines = expressions.source(found, expressions.near(found)).splitlines()
-    for name, i in (("DEVICE bool keep", 0), ("DEVICE float score", 1)):
+    for name, i in (("DEVICE bool keep(", 0), ("DEVICE float score(", 1)):
         in_place, near = (line for line in lines if line.startswith(name))
         assert f"x.a{i}[" in in_place
         assert "Near& y" not in in_place
@@ -133,6 +133,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 int imin(int a, int b) { return a < b ? a : b; }
 float __fdiv_rn(float a, float b) { return a / b; }
 float reciprocal(float x) { return 1 / x; }
+float reciprocal_normal(float x) { return 1 / x; }
 float power2(float x) { return exp2f(x); }
 template <bool BF16> struct Half16 {
   static float widen(u16 x) { _Float16 half; memcpy(&half, &x, 2); return half; }
@@ -168,3 +169,52 @@ def test_a_mask_means_in_cpp_what_it_says_in_python(tmp_path):
         tables = [ctypes.c_void_p(t.data_ptr()) for t in (*mask.tensors, found)]
         getattr(functions, f"run{i}")(*tables[:3], 13, 17, tables[3])
         assert torch.equal(found, want), name
+
+
+SCORE = """
+namespace score%d {
+%s
+extern "C" void change%d(const float* s, int count, float* out, float* rise) {
+  const Shape n{64, 96};
+  const Aux x{%s};
+  for (int i = 0; i < count; i++) out[i] = score_and_rise(s[i], 0, 0, 7, 5, x, n, rise[i]);
+}
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("half", [False, True])
+def test_a_score_and_its_derivative_in_cpp(tmp_path, half):
+    """As autograd has them, for scores of numbers alone; for 16-bit operands tanh is coarser."""
+    shelf = re.sub(r"#.*", "", Path(expressions.__file__).with_name("expressions.cuh").read_text())
+    made = {"softcap": mods.softcap(3.0), "nested": mods.softcap(2.0).then(mods.softcap(1.0))}
+    names = "capped", "clipped", "rational", "tripled", "of_signs", "hidden"
+    made |= {name: score for name, score in dialects.scores(1, 1, 1).items() if name in names}
+    texts = [
+        SCORE % (i, expressions.source(Program.of(None, score)[0], half=half), i, ", ".join(map(str, score.aux)))
+        for i, score in enumerate(made.values())
+    ]
+    source, library = tmp_path / "scores.cpp", tmp_path / "scores.so"
+    source.write_text("\n".join([HOST, shelf, *texts]))
+    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+    functions = ctypes.CDLL(str(library))
+    powers = torch.linspace(-12, 4, 3000).exp2()
+    for i, (name, score) in enumerate(made.items()):
+        s = torch.cat([powers, -powers]).requires_grad_()
+        out, rise = torch.zeros(2, len(s))
+        tables = [ctypes.c_void_p(t.data_ptr()) for t in (s.detach(), out, rise)]
+        getattr(functions, f"change{i}")(tables[0], len(s), *tables[1:])
+        want = score.fn(s.double(), 0, 0, 7, 5, score.aux)
+        (slope,) = torch.autograd.grad(want.sum(), s)
+        assert torch.allclose(out.double(), want, rtol=6e-5 if half else 1e-6, atol=1e-6), name
+        assert torch.allclose(rise, slope, rtol=1e-4, atol=3e-6), name
+
+
+def test_a_tanh_is_made_once():
+    """Of the score and of its derivative: compilers see no equality in what is written in PTX."""
+    text = expressions.source(program(softcap=30.0), half=True)
+    (line,) = (line for line in text.splitlines() if "const float t0" in line)
+    assert line == "  const float t0 = tanh_half(ratio(s, x.a0));"
+    assert text.count("tanh_half") == 3  # two of `score`, one of `score_and_rise`
+    assert "tanh_half" not in expressions.source(program(softcap=30.0))

@@ -170,10 +170,12 @@ class Measure:
     @property
     def registers(self) -> int:
         """Registers a thread that accumulators, and what is read for every pair, may take: the rest is beside them."""
+        changed = self.p.program.score is not None
         if self.groups < 3:
-            return 184 if self.mask == 2 and max(self.dim, self.dim_v) > 160 else 192
-        if self.p.program.score is not None:
-            return 108
+            wide = self.mask == 2 and max(self.dim, self.dim_v) > 160
+            return 184 if wide or (self.split and changed) else 192
+        if changed:
+            return 108 if self.near else 116
         return 132 if self.mask < 2 or self.block_n <= 96 else 120
 
     @property

@@ -3,6 +3,7 @@
 The text defines `Aux` (what the mods read), `AUX_PARAMETERS` and `AUX_VALUES` (its way through a kernel's signature),
 and `keep`, `rows`, `score`, each taking (b, h, q, kv, x, n) with x the Aux and n the lengths. What is read for every
 pair of query and key may be brought near (`near.cuh`): `Near` holds it for one pair, and is one more argument then.
+`score_and_rise` also leaves the derivative by the score where its last argument says.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _LIMITS = {"q": "imin(q, n.seqlen_q - 1)", "k": "imin(kv, n.seqlen_kv - 1)"}
 NUMBERS = {"n": ("int", "i"), "f": ("float", "f")}
 
 
-def source(program: Program, near: tuple[int, ...] = ()) -> str:
-    """The generated text; an empty program has an empty Aux. `near` are the aux values that are brought near."""
+def source(program: Program, near: tuple[int, ...] = (), half: bool = False) -> str:
+    """The generated text; an empty program has an empty Aux. `near` are the aux values that are brought near; `half`
+    says that scores are of 16-bit operands, for which a coarser tanh will do."""
     fields = [field for i in range(len(program.aux)) for field in _fields(program, i)]
     lines = ["struct Aux {", *(f"  {kind} {name};" for kind, name in fields), "};"]
     lines += ["#define AUX_PARAMETERS " + "".join(f", {kind} {name}" for kind, name in fields)]
@@ -39,13 +41,17 @@ def source(program: Program, near: tuple[int, ...] = ()) -> str:
     lines += _near(program, near)
     position = "int b, int h, int q"
     rest = "const Aux& x, const Shape& n"
+    calls = _SCORE_CALLS | ({"tanh": "tanh_half"} if half else {})
     for y, own in (("", ()), (", const Near& y", near)):
         if program.keep is not None:
             value = _text(program.keep, program, own)
             lines += [f"DEVICE bool keep({position}, int kv, {rest}{y}) {{ return {value}; }}"]
         if program.score is not None:
-            value = _text(program.score, program, own, _SCORE_CALLS)
+            value = _text(program.score, program, own, calls)
             lines += [f"DEVICE float score(float s, {position}, int kv, {rest}{y}) {{ return {value}; }}"]
+    if program.score is not None:
+        taken = f"float s, {position}, int kv, {rest}, float& rise"
+        lines += [f"DEVICE float score_and_rise({taken}) {{", *_rise(program, calls), "}"]
     for name, at, spans in (("rows", "q", program.rows), ("cols", "kv", program.cols)):
         if spans is not None:
             values = ", ".join(f"{'narrow' if _is_wide(e, program) else 'int'}({_text(e, program)})" for e in spans)
@@ -84,6 +90,21 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
     ]
 
 
+def _rise(program: Program, calls: Mapping[str, str]) -> list[str]:
+    """Statements: the score, and its derivative in `rise`. What both are made of is made once: compilers see no
+    equality in what is written in PTX."""
+    assert program.score is not None
+    assert program.dscore is not None
+    known: dict[str, str] = {}
+    lines = []
+    for e in reversed([*program.score.nodes(), *program.dscore.nodes()]):  # the inner ones first
+        if e.op == "tanh" and e.text() not in known:
+            lines += [f"  const float t{len(known)} = {_text(e, program, (), calls, known)};"]
+            known[e.text()] = f"t{len(known)}"
+    rise, value = (_text(e, program, (), calls, known) for e in (program.dscore, program.score))
+    return [*lines, f"  rise = {rise};", f"  return {value};"]
+
+
 def signature(program: Program) -> str:
     """Letters of the kernel parameters that carry the aux values, as `nvrtc.Kernel` takes them."""
     return "".join(
@@ -119,7 +140,13 @@ def _fields(program: Program, i: int) -> list[tuple[str, str]]:
     return [pointer, *(("i64", f"a{i}_{c}") for c in _strided(spec.pattern))]
 
 
-def _text(e: Expr, program: Program, near: tuple[int, ...] = (), calls: Mapping[str, str] = _CALLS) -> str:
+def _text(
+    e: Expr, program: Program, near: tuple[int, ...] = (), calls: Mapping[str, str] = _CALLS,
+    known: Mapping[str, str] | None = None,
+) -> str:  # fmt: skip
+    """`known` are names of variables by the text of what they hold."""
+    if known and e.text() in known:
+        return known[e.text()]
     if e.op == "const":
         value = e.args[0]
         return str(value).lower() if isinstance(value, bool) else _number(value)
@@ -127,7 +154,7 @@ def _text(e: Expr, program: Program, near: tuple[int, ...] = (), calls: Mapping[
         return str(e.args[0])
     if e.op == "aux":
         return _read(e.args[0], program, near)
-    parts = [_text(a, program, near, calls) for a in e.args]
+    parts = [_text(a, program, near, calls, known) for a in e.args]
     if e.op in calls:
         return f"{calls[e.op]}({', '.join(parts)})"
     if e.op in ("neg", "invert"):

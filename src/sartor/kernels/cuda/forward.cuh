@@ -314,9 +314,10 @@ struct Worker {
       const int r = i % 2;
       Near y[2];
       look(y, near(), (lane >> 2) + 8 * r, i / 2 * 8 + 2 * (lane & 3));
+      const int key = opaque(first) + i / 2 * 8;  // in this order: what is made for all pairs at once would be held
       UNROLL for (int e = 0; e < 2; e++) {
         float& to = s[2 * i + e];
-        to = score(to * scale, batch, heads[r], query[r], first + i / 2 * 8 + e, x, n, y[e]);
+        to = score(to * scale, batch, heads[r], query[r], key + e, x, n, y[e]);
       }
     }
 #elif PRESCALE

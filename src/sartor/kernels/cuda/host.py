@@ -55,7 +55,7 @@ def build(m: Cut, dtype: str, file: str, widths: Iterable[int]) -> nvrtc.Binary:
     text = "\n".join([
         *(f'#include "{shelf}"' for shelf in SHELVES if shelf in includes),
         *(f"#define {name} {value}" for name, value in m.defines().items()),
-        expressions.source(m.p.program, m.near),
+        expressions.source(m.p.program, m.near, half=m.p.dtype.itemsize == 2),
         wgmma.wrappers(widths, dtype),
         f'#include "{file}.cuh"',
     ])  # fmt: skip

@@ -176,6 +176,11 @@ DEVICE float reciprocal(float x) {
   asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+DEVICE float reciprocal_normal(float x) {  // where neither x nor the result need be subnormal: a fifth of the instructions
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 DEVICE float logarithm2(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
