@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import dialects
 import sartor
 from sartor import kernels, nvrtc, testing
 from sartor.device import Device
@@ -58,6 +59,26 @@ def test_lengths(lengths, causal, dim, deterministic):
 @pytest.mark.parametrize("dim", [72, 80, 88, 96, 104, 112, 120, 136, 152, 160, 176, 192, 200, 224, 240, 248])
 def test_dims(dim, dtype):
     check(*inputs(b=1, d=dim, dtype=dtype), causal=True)
+
+
+def changes(heads, sq, skv):
+    """Options by which scores are changed, by name."""
+    slopes, keys = torch.rand(heads, device="cuda"), torch.randn(skv, device="cuda")
+    found = {"alibi": {"alibi_slopes": slopes}, "softcap": {"softcap": 2.0}, "keys": {"bias": keys.to(BF16)}}
+    found["all"] = {"alibi_slopes": slopes, "softcap": 9.0, "causal": True, "softmax_scale": -0.2}
+    scores = dialects.scores(heads, sq, skv, "cuda")
+    return found | {name: {"score": scores[name]} for name in ("relative", "hidden", "clipped", "capped", "of_signs")}
+
+
+@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (64, True), (96, False), *WAYS.values()])
+@pytest.mark.parametrize("name", changes(1, 1, 1) if HOPPER else [])
+def test_scores(name, dim, deterministic):
+    check(*inputs(d=dim), deterministic=deterministic, **changes(4, 600, 700)[name])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_scores_of_float16(dim):
+    check(*inputs(d=dim, dtype=FP16), causal=True, softcap=3.0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

@@ -19,13 +19,14 @@
 //
 // The measure, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
 // swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its own),
-// MASK (0 none, 1 an interval a row), BF16.
+// MASK (0 none, 1 an interval a row), SCORE (of scores: 0 no change, 1 one whose derivative is 1, 2 any), BF16.
 #pragma once
 #include "cuda/wgmma.cuh"
 
 using Held = Staged<DIM, 64, WIDTH>;
 using Tile = Staged<DIM, BLOCK, WIDTH>;
 using Half = Half16<BF16>;
+constexpr bool RISES = SCORE == 2 && DX;  // whether there are derivatives of the score function to multiply with
 constexpr int STEPS = DIM / 16, HELD = 1 + DX;  // HELD: tiles of a warpgroup
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 240;
 
@@ -190,6 +191,25 @@ struct Consumer : Worker {
   }
 
   // ---- of one tile
+#if SCORE
+  // Scaled scores as the score function has them, and its derivatives, in the place of what they will be multiplied with
+  DEVICE void change(int j, int g) {
+    const int first = BLOCK * j + 2 * (lane & 3), head = task.query_head(g);
+    UNROLL for (int i = 0; i < BLOCK / 8; i++) {
+      const int stepped = opaque(first) + 8 * i;  // in this order: what is made for all pairs at once would be held
+      UNROLL for (int r = 0; r < 2; r++) {
+        const int held = this->first() + row + 8 * r;
+        float rise[2];
+        UNROLL for (int e = 0; e < 2; e++) {
+          const int q = KEYS ? stepped + e : held, kv = KEYS ? held : stepped + e;
+          float& to = s[4 * i + 2 * r + e];
+          to = score_and_rise(to * scale, task.batch, head, q, kv, task.x, task.n, rise[e]);
+        }
+        if (RISES) b[2 * i + r] = Half::pack(rise[0], rise[1]);
+      }
+    }
+  }
+#endif
   DEVICE void weigh() {  // weights in place of scores, 1 at most, however lse was rounded
     const u32 at = rows_at();
     UNROLL for (int i = 0; i < BLOCK / 8; i++) {
@@ -209,8 +229,9 @@ struct Consumer : Worker {
       if (KEYS && DX) read_two(column, from + 32 * i);
       UNROLL for (int r = 0; r < 2; r++) {
         const int at = 4 * i + 2 * r;
-        const float low = s[at] * (dp[at] - (KEYS ? column[0] : delta[r]));
-        const float high = s[at + 1] * (dp[at + 1] - (KEYS ? column[1] : delta[r]));
+        float low = s[at] * (dp[at] - (KEYS ? column[0] : delta[r]));
+        float high = s[at + 1] * (dp[at + 1] - (KEYS ? column[1] : delta[r]));
+        if (RISES) low *= Half::widen(u16(b[2 * i + r])), high *= Half::widen(u16(b[2 * i + r] >> 16));
         a[2 * i + r] = Half::pack(s[at], s[at + 1]), b[2 * i + r] = Half::pack(low, high);
       }
     }
@@ -276,6 +297,9 @@ struct Consumer : Worker {
     if (DX) multiply_rows(dp, held_at() + Held::bytes, y);
     wgmma_wait<DX>();
     pin(s);
+#if SCORE
+    change(j, g);
+#endif
     weigh();
     // queries past the end have weights of 0, keys past it gradients; without a branch ptxas makes weights after the wait
     if ((MASK || FUSED || (DX && DIM > 128)) && partial) mask(s, j, g);

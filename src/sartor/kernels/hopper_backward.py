@@ -22,7 +22,7 @@ from sartor.kernels.cuda import expressions, host
 from sartor.kernels.parts import launch
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.kernels.triton_backward import TritonBackward
-from sartor.problem import Problem
+from sartor.problem import Problem, mask_class
 
 if launch.available():
     from sartor.kernels.parts import codegen
@@ -31,6 +31,7 @@ SIGNATURE = "MMMMPPPPPPqqqqqqiiiiff"  # of the kernels, before the aux values
 ROUND = "PPPqqqiif"  # of `round_dq`
 DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
 BOTH = 128  # columns of which registers hold dk and dv
+CHANGE = 32  # registers that a change of scores takes
 AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
 
@@ -43,6 +44,10 @@ class HopperBackward(TritonBackward):
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need."""
         why = launch.reasons(p, dev) + reasons(p, dev)
+        if p.bias_shape is not None:
+            why.append("has no gradient of a bias")
+        elif p.program.score is not None and mask_class(p) == "tensor":
+            why.append(f"needs scores that read no table of queries and keys, got {p.score_name}")
         if p.dtype not in (torch.float16, torch.bfloat16):
             why.append(f"needs float16 or bfloat16, got {p.dtype}")
         if p.dim != p.dim_v or p.dim not in DIMS:
@@ -121,10 +126,8 @@ class HopperBackward(TritonBackward):
 
 
 def reasons(p: Problem, dev: Device) -> list[str]:
-    """What every backward of this kind needs of the machine, the lengths, scores and masks."""
+    """What every backward of this kind needs of the machine, the lengths and masks."""
     why = host.reasons(p, dev)
-    if p.program.score is not None:
-        why.append(f"needs scores as they are: registers hold weights in their place, got {p.score_name}")
     if p.program.keep is not None and not p.program.is_interval_both_ways:
         why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
     return why
@@ -133,6 +136,12 @@ def reasons(p: Problem, dev: Device) -> list[str]:
 def columns(p: Problem) -> int:
     """Of products: a multiple of 16, a step of them."""
     return -(-p.dim // 16) * 16
+
+
+def change(p: Problem) -> int:
+    """Of scores: 0 none, 1 one whose derivative is 1, 2 any."""
+    rise = p.program.dscore
+    return 0 if rise is None else 1 if rise.text() == "1.0" else 2
 
 
 def fused(p: Problem) -> bool:
@@ -166,8 +175,9 @@ class Measure:
         if count == 3:
             return cls(p, gradients, 2, 2 * 64 * 64 // dim)
         wider = 2 if gradients == ("dv",) else 1  # there is no dp
-        groups = 3 if count == 1 and wider * (128 - dim // 2) >= 48 + 16 * wider else 2
+        groups = 3 if count == 1 and change(p) < 2 and wider * (128 - dim // 2) >= 48 + 16 * wider else 2
         room = wider * ((128 if groups == 3 else 208) - count * dim // 2)
+        room = max(64, room - CHANGE * (change(p) > 0))
         measures = (cls(p, gradients, groups, rows) for rows in (128, 112, 96, 80, 64) if rows <= room)
         return next((m for m in measures if m.stages > 1), cls(p, gradients, groups, 64, apart=True))
 
@@ -235,7 +245,7 @@ class Measure:
             "GROUPS": self.groups, "KEYS": int(self.keys), "DX": int(self.gradients != ("dv",)),
             "DY": int("dv" in self.gradients), "FUSED": int(self.fused), "DIM": self.dim, "COLUMNS": p.dim,
             "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages, "APART": int(self.apart),
-            "MASK": int(p.program.keep is not None), "BF16": int(p.dtype == torch.bfloat16),
+            "MASK": int(p.program.keep is not None), "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
         }  # fmt: skip
 
     def compile(self) -> nvrtc.Binary:
@@ -272,7 +282,7 @@ class Ready:
             {name: host.maps(tensors[name], (rows[name], 1), m.width) for name in names},
             (
                 *launch.strides(work[dx]), *launch.strides(work[dy]), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv,
-                p.softmax_scale * launch.LOG2_E, p.softmax_scale,
+                launch.LOG2_E * (1 if change(p) else p.softmax_scale), p.softmax_scale,
             ),
             nvrtc.Kernel(binary, "round_dq", ROUND, 128, 0) if m.fused else None,
         )  # fmt: skip

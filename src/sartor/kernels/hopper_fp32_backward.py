@@ -40,6 +40,8 @@ class HopperFp32Backward(Fp32Backward):
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need, beside what pairs do."""
         why = super().why_not(p, dev) + hopper_backward.reasons(p, dev)
+        if p.program.score is not None:
+            why.append(f"needs scores as they are: registers hold weights in their place, got {p.score_name}")
         if max(p.dim, p.dim_v) not in DIMS:
             why.append(f"needs head dims of which the wider is {DIMS[0]} to {DIMS[-1]}, got {p.dim} and {p.dim_v}")
         return why
