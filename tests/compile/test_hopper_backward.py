@@ -123,7 +123,9 @@ def test_reasons():
     ):
         assert any(words in why for why in SPEC.why_not(p, DEVICE))
         assert kernels.load("triton_backward").why_not(p, DEVICE) == []
-    for options in ({}, {"causal": "top_left"}, {"window": (100, 3)}, {"sinks": meta(4)}, {"softcap": 2.0}):
+    for options in ({}, {"causal": "top_left"}, {"window": (100, 3)}, {"sinks": meta(4)}, {"heads": (6, 2)}):
+        assert SPEC.why_not(problem(**options), DEVICE) == []
+        options["softcap"] = 2.0
         assert SPEC.why_not(problem(**options), DEVICE) == []
     assert any("8.0" in why for why in SPEC.why_not(problem(), ARCHITECTURES[80]))
 

@@ -153,17 +153,27 @@ extern "C" void run%d(const void* s, const void* u, const void* f, int seqlen_q,
 """
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_a_mask_means_in_cpp_what_it_says_in_python(tmp_path):
-    """The text that kernels are made of, compiled for this machine."""
-    shelf = re.sub(r"#.*", "", Path(expressions.__file__).with_name("expressions.cuh").read_text())
+@pytest.fixture
+def compiled(tmp_path):
+    """What makes functions of generated texts: with the shelf they stand on, compiled for this machine."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+
+    def build(texts):
+        shelf = re.sub(r"#.*", "", Path(expressions.__file__).with_name("expressions.cuh").read_text())
+        source, library = tmp_path / "texts.cpp", tmp_path / "texts.so"
+        source.write_text("\n".join([HOST, shelf, *texts]))
+        subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+        return ctypes.CDLL(str(library))
+
+    return build
+
+
+def test_a_mask_means_in_cpp_what_it_says_in_python(compiled):
+    """The text that kernels are made of."""
     made = dialects.make(13, 17)
     programs = [Program.of(mask, None)[0] for mask, _ in made.values()]
-    texts = [ONE % (i, expressions.source(p), i) for i, p in enumerate(programs)]
-    source, library = tmp_path / "masks.cpp", tmp_path / "masks.so"
-    source.write_text("\n".join([HOST, shelf, *texts]))
-    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
-    functions = ctypes.CDLL(str(library))
+    functions = compiled([ONE % (i, expressions.source(p), i) for i, p in enumerate(programs)])
     for i, (name, (mask, want)) in enumerate(made.items()):
         found = torch.zeros(13, 17, dtype=torch.bool)
         tables = [ctypes.c_void_p(t.data_ptr()) for t in (*mask.tensors, found)]
@@ -183,22 +193,16 @@ extern "C" void change%d(const float* s, int count, float* out, float* rise) {
 """
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("half", [False, True])
-def test_a_score_and_its_derivative_in_cpp(tmp_path, half):
+def test_a_score_and_its_derivative_in_cpp(compiled, half):
     """As autograd has them, for scores of numbers alone; for 16-bit operands tanh is coarser."""
-    shelf = re.sub(r"#.*", "", Path(expressions.__file__).with_name("expressions.cuh").read_text())
     made = {"softcap": mods.softcap(3.0), "nested": mods.softcap(2.0).then(mods.softcap(1.0))}
     names = "capped", "clipped", "rational", "tripled", "of_signs", "hidden"
     made |= {name: score for name, score in dialects.scores(1, 1, 1).items() if name in names}
-    texts = [
+    functions = compiled([
         SCORE % (i, expressions.source(Program.of(None, score)[0], half=half), i, ", ".join(map(str, score.aux)))
         for i, score in enumerate(made.values())
-    ]
-    source, library = tmp_path / "scores.cpp", tmp_path / "scores.so"
-    source.write_text("\n".join([HOST, shelf, *texts]))
-    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
-    functions = ctypes.CDLL(str(library))
+    ])  # fmt: skip
     powers = torch.linspace(-12, 4, 3000).exp2()
     for i, (name, score) in enumerate(made.items()):
         s = torch.cat([powers, -powers]).requires_grad_()
