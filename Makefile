@@ -1,4 +1,5 @@
-# make bench | test | lint. PYTHON is the interpreter to build on, TORCH what to install where it has no CUDA torch.
+# make bench | test | test-torch | lint. PYTHON is the interpreter to build on, TORCH what to install where it has no
+# CUDA torch.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
@@ -6,13 +7,25 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 STAMP  := $(VENV)/.ready
 
-.PHONY: bench test lint fix clean
+LOWEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+CORE   := $(addprefix tests/cpu/test_,\
+	api.py budgets.py expressions.py faces.py mods.py properties.py reliability.py torch_kernels.py)
+
+.PHONY: bench test test-torch lint fix clean
 
 bench: $(STAMP)
 	$(BIN)/python -m sartor.cli bench --quick --max-seconds 180
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS)
+
+# What needs torch alone, on another torch: the lowest allowed, or TORCH. Gigabytes where pip finds CUDA builds only.
+test-torch: TORCH = torch==$(LOWEST).*
+test-torch:
+	$(PYTHON) -m venv $(VENV)-torch
+	$(VENV)-torch/bin/python -m pip install -q "$(TORCH)" pytest hypothesis
+	$(VENV)-torch/bin/python -m pip install -q -e '.[lab]'
+	$(VENV)-torch/bin/python -m pytest -q $(CORE)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
@@ -42,4 +55,4 @@ $(STAMP): pyproject.toml setup.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) results build dist
+	rm -rf $(VENV) $(VENV)-torch results build dist

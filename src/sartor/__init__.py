@@ -11,6 +11,7 @@ from sartor.compat.flash_attn import (
 )
 from sartor.compat.torch_sdpa import scaled_dot_product_attention
 from sartor.errors import Unsupported
+from sartor.lengths import check
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,7 @@ __all__ = [
     "Unsupported",
     "__version__",
     "attention",
+    "check",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from sartor import ops
-from sartor.checks import LAYOUTS, boolean, floating, known_layout
+from sartor.checks import LAYOUTS, boolean, floating, known_layout, needs_operator
 from sartor.device import Device
 from sartor.mods.core import Mask, Score
 from sartor.plan import Explanation
@@ -64,7 +64,7 @@ def attention(
             float32, which are spared where it requires no gradient.
         mask: bool tensor broadcastable to the same, True = attend; or a `sartor.mods.Mask`.
         score: a `sartor.mods.Score`, a function of the scaled score and its position, after `softcap` and before
-            `alibi_slopes` and `bias`; its derivative is taken. The tensors it reads have no gradient.
+            `alibi_slopes` and `bias`; its derivative is taken. The tensors it reads are differentiable.
         alibi_slopes: (heads_q,) or (batch, heads_q), float32 (float64 is read so beside float64 inputs only): scores
             lose slope * |i + seqlen_kv - seqlen_q - j|. Not differentiable: refused where autograd would follow it.
         sinks: (heads_q,): one more logit in each row's softmax denominator; differentiable.
@@ -97,11 +97,12 @@ def attention(
     )  # fmt: skip
     if forward_ad._current_level >= 0:
         _refuse_tangents(call)
-    if _needs_operator(q):
+    if needs_operator(q):
         if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotImplementedError(
                 "attention has no functorch rules: expected a call outside of torch.func, got one in"
             )
+        _refuse_distributed(q, k, v)
         out, lse = torch.ops.sartor.attention(*ops.as_operator_arguments(call.bshd()))
         out = out.transpose(1, 2) if layout == "bhsd" else out
     else:
@@ -205,13 +206,10 @@ def _refuse_tangents(call: Call) -> None:
             raise NotImplementedError(f"{name} must have no tangent: attention has no forward-mode derivative (jvp)")
 
 
-def _needs_operator(q: Any) -> bool:
-    """Whether something wants to see an operator: a compiler, a tracer, a dispatch mode, a tensor subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or not (type(q) is torch.Tensor or type(q) is torch.nn.Parameter or not isinstance(q, torch.Tensor))
-        or (isinstance(q, torch.Tensor) and q.is_meta)
-    )
+def _refuse_distributed(*tensors: Any) -> None:
+    """The operator has no rule for how its inputs may be sharded."""
+    for name, t in zip("qkv", tensors, strict=True):
+        if type(t).__name__ == "DTensor":
+            raise NotImplementedError(
+                f"{name} must be a local tensor, got a DTensor of placements {t.placements}: give {name}.to_local()"
+            )

@@ -93,3 +93,15 @@ def slopes_without_gradient(t: Any) -> None:
     """That autograd does not follow them."""
     if isinstance(t, torch.Tensor) and t.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes has no gradient here: expected requires_grad=False, got True")
+
+
+def needs_operator(t: Any) -> bool:
+    """Whether something wants to see an operator: a compiler, a tracer, a dispatch mode, a tensor subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or not (type(t) is torch.Tensor or type(t) is torch.nn.Parameter or not isinstance(t, torch.Tensor))
+        or (isinstance(t, torch.Tensor) and t.is_meta)
+    )

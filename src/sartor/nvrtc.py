@@ -1,10 +1,8 @@
 """CUDA C++ at run time: compile with NVRTC, keep the result on disk, load and launch it.
 
 NVRTC and its Python binding come with a CUDA build of torch (or `pip install "cuda-core[cu13]"`); where they are
-missing, `missing()` says so. A cubin on disk is named by a hash of everything it depends on: the text with all headers
-it includes, macros, architecture, compiler. Files are written whole and renamed into place, so processes may share the
-folder; a file that fails its checksum is made again, and a folder that cannot be written costs a compile per process,
-nothing else.
+missing, `missing()` says so. A cubin is kept on disk (`cache.py`) under a hash of everything it depends on: the text
+with all headers it includes, macros, architecture, compiler.
 """
 
 from __future__ import annotations
@@ -13,33 +11,27 @@ import ctypes
 import hashlib
 import io
 import json
-import os
 import re
 import shutil
-import struct
 import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-FORMAT = b"sartor cubin 1\n"
-_LETTERS = {"P": "Q", "q": "q", "i": "i", "f": "f", "M": "128s", "T": "256s"}  # of a signature -> of struct
-_SIZES = {"P": 8, "q": 8, "i": 4, "f": 4, "M": 128, "T": 256}
+from sartor import cache as disk
+from sartor import driver
+from sartor.driver import LaunchError
+
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 class CompileError(RuntimeError):
     """NVRTC refused a source; the message ends with its log."""
-
-
-class LaunchError(RuntimeError):
-    """The driver refused to load or launch a kernel."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +96,6 @@ def compiler() -> str:
     return f"{major}.{minor}"
 
 
-def cache_folder() -> Path:
-    """Where cubins are kept: $SARTOR_CACHE, else the user's cache folder. One without a home has `~` for it."""
-    chosen = os.environ.get("SARTOR_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "sartor")
-    return Path(os.path.expanduser(chosen))
-
-
 def headers(source: str, include: Path | None) -> dict[str, str]:
     """The texts of all headers that `source` includes by quoted name, directly or through others."""
     found: dict[str, str] = {}
@@ -153,16 +139,15 @@ def compile(
         raise CompileError(missing())
     macros = [(key, str(value)) for key, value in sorted((defines or {}).items())]
     texts = headers(source, include)
-    parts = json.dumps([source, sorted(texts.items()), macros, arch, compiler(), FORMAT.decode()])
+    parts = json.dumps([source, sorted(texts.items()), macros, arch, compiler()])
     key = hashlib.sha256(parts.encode()).hexdigest()
     with _LOCKS.setdefault(key, threading.Lock()):  # dict.setdefault is atomic
         if key not in _BINARIES:
-            file = cache_folder() / f"{key[:40]}.cubin"
-            binary = _read(file)
-            if binary is None:
+            kept = disk.read(key)
+            if kept is None:
                 binary = _compile(source, arch, macros, include, name)
-                _write(file, binary)
-            _BINARIES[key] = binary
+                disk.write(key, _packed(binary))
+            _BINARIES[key] = binary if kept is None else _unpacked(kept)
     return _BINARIES[key]
 
 
@@ -222,33 +207,16 @@ def _cuobjdump(cubin: bytes, *options: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _read(file: Path) -> Binary | None:
-    """A cached binary; None where there is none, or not a whole one."""
-    try:
-        data = file.read_bytes()
-    except OSError:
-        return None
-    start = len(FORMAT) + 32
-    if not data.startswith(FORMAT) or hashlib.sha256(data[start:]).digest() != data[len(FORMAT) : start]:
-        return None
-    head, cubin = data[start:].split(b"\n", 1)
+def _packed(binary: Binary) -> bytes:
+    facts = {"log": binary.log, "arch": binary.arch, "resources": {k: asdict(r) for k, r in binary.resources.items()}}
+    return json.dumps(facts).encode() + b"\n" + binary.cubin
+
+
+def _unpacked(content: bytes) -> Binary:
+    head, cubin = content.split(b"\n", 1)
     facts = json.loads(head)
     resources = {kernel: Resources(**r) for kernel, r in facts["resources"].items()}
     return Binary(cubin, facts["log"], facts["arch"], resources)
-
-
-def _write(file: Path, binary: Binary) -> None:
-    facts = {"log": binary.log, "arch": binary.arch, "resources": {k: asdict(r) for k, r in binary.resources.items()}}
-    body = json.dumps(facts).encode() + b"\n" + binary.cubin
-    with suppress(OSError):  # a cache that cannot be written is no reason to fail; `sartor doctor` shows it
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
-            temporary.write(FORMAT + hashlib.sha256(body).digest() + body)
-        try:
-            os.chmod(temporary.name, 0o644)  # other users of a shared cache may read it
-            os.replace(temporary.name, file)
-        except OSError:
-            os.unlink(temporary.name)
 
 
 @cache
@@ -265,40 +233,21 @@ def disassembler() -> str:
 _CODES: dict[Binary, Any] = {}  # loaded, and never unloaded: a captured graph outlives the plan that it was made with
 
 
-class _Frame:
-    """Room for the arguments of one launch, as the driver wants them: values, and an array of pointers to them."""
-
-    def __init__(self, signature: str) -> None:
-        self.packer = struct.Struct("=" + "".join(_LETTERS[c] for c in signature))
-        self.values = ctypes.create_string_buffer(self.packer.size)
-        base, offset = ctypes.addressof(self.values), 0
-        pointers = []
-        for letter in signature:
-            pointers.append(base + offset)
-            offset += _SIZES[letter]
-        self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
-        self.address = ctypes.addressof(self.pointers)
-
-
 class Kernel:
     """One kernel of a binary, ready to launch on any device of its architecture.
 
     Args:
         binary: what `compile` returned.
         name: the kernel's `extern "C"` name.
-        signature: a letter a parameter: P pointer (int), q int64, i int32, f float32, M tensor map (128 bytes), T two.
+        signature: a letter a parameter, as `driver.Frame` takes them.
         block: threads a block.
         shared: bytes of dynamic shared memory a block.
     """
 
     def __init__(self, binary: Binary, name: str, signature: str, block: int, shared: int = 0) -> None:
-        from cuda.bindings import driver
-
         self.binary, self.name, self.signature, self.block, self.shared = binary, name, signature, block, shared
-        self._start = driver.cuLaunchKernel
-        self._success = driver.CUresult.CUDA_SUCCESS
-        self._handles: dict[int, Any] = {}
-        self._frames: list[_Frame] = []
+        self._launcher = driver.Launcher(name, block, shared, signature)
+        self._handles: dict[int, ctypes.c_void_p] = {}
 
     def launch(self, grid: int | tuple[int, int, int], values: Sequence[Any], stream: int | None = None) -> None:
         """Launch on `stream` (a raw handle), by default torch's current stream of the current device.
@@ -309,36 +258,26 @@ class Kernel:
 
         device = torch._C._cuda_getDevice()
         handle = self._handles.get(device) or self._load(device)
-        x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(device)
-        try:  # frames are lent, never shared: a list's pop and append are atomic
-            frame = self._frames.pop()
-        except IndexError:
-            frame = _Frame(self.signature)
-        frame.packer.pack_into(frame.values, 0, *values)
-        (status,) = self._start(handle, x, y, z, self.block, 1, 1, self.shared, stream, frame.address, 0)
-        self._frames.append(frame)
-        if status != self._success:
-            shape = f"grid {(x, y, z)}, block {self.block}, {self.shared} bytes of shared memory"
-            raise LaunchError(f"{self.name} ({shape}) did not launch: {status.name}")
+        self._launcher.start(handle, (grid, 1, 1) if isinstance(grid, int) else grid, stream, values)
 
-    def _load(self, device: int) -> Any:
+    def _load(self, device: int) -> ctypes.c_void_p:
         """The driver's handle on a device; more shared memory than 48 KiB is asked for once, here."""
         with _IMPORTING:
-            from cuda.bindings import driver
+            from cuda.bindings import driver as bindings
             from cuda.core import ObjectCode
 
             code = _CODES.get(self.binary)
             if code is None:
                 code = _CODES[self.binary] = ObjectCode.from_cubin(self.binary.cubin)
             found = int(code.get_kernel(self.name).handle)
-            handle, kernel = driver.CUfunction(found), driver.CUkernel(found)
-            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            (status,) = driver.cuKernelSetAttribute(limit, self.shared, kernel, driver.CUdevice(device))
-            if status != self._success:
+            limit = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            kernel, on = bindings.CUkernel(found), bindings.CUdevice(device)
+            (status,) = bindings.cuKernelSetAttribute(limit, self.shared, kernel, on)
+            if status != bindings.CUresult.CUDA_SUCCESS:
                 raise LaunchError(f"{self.name} needs {self.shared} bytes of shared memory a block: {status.name}")
-            self._handles[device] = handle
+            handle = self._handles[device] = ctypes.c_void_p(found)
             return handle
 
 
@@ -378,19 +317,19 @@ def tensor_map(
 
     Reads beyond `sizes` give zeros. Raises LaunchError with the arguments where the driver refuses them.
     """
-    from cuda.bindings import driver
+    from cuda.bindings import driver as bindings
 
-    enum, promotion = driver.CUtensorMapSwizzle, driver.CUtensorMapL2promotion
+    enum, promotion = bindings.CUtensorMapSwizzle, bindings.CUtensorMapL2promotion
     aligned = all(n % 32 == 0 for n in strides)  # where rows do not start on sectors, fetching more around them costs
-    status, result = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"), len(sizes), address,
-        [driver.cuuint64_t(n) for n in sizes], [driver.cuuint64_t(n) for n in strides],
-        [driver.cuuint32_t(n) for n in box], [driver.cuuint32_t(1)] * len(sizes),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+    status, result = bindings.cuTensorMapEncodeTiled(
+        getattr(bindings.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"), len(sizes), address,
+        [bindings.cuuint64_t(n) for n in sizes], [bindings.cuuint64_t(n) for n in strides],
+        [bindings.cuuint32_t(n) for n in box], [bindings.cuuint32_t(1)] * len(sizes),
+        bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(enum, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[swizzle]}"),
         promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B if aligned else promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_64B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
-    if status != driver.CUresult.CUDA_SUCCESS:
+    if status != bindings.CUresult.CUDA_SUCCESS:
         raise LaunchError(f"tensor map of sizes {sizes}, strides {strides}, box {box}: {status.name}")
     return ctypes.string_at(result.getPtr(), 128)

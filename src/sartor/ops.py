@@ -14,7 +14,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sartor.device import Device
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost
-from sartor.mods.core import lookup
+from sartor.mods.core import lookup, tensors_of
+from sartor.mods.recent import Recent
 from sartor.plan import choose, choose_backward
 from sartor.problem import Call, Problem, Template, aux_values, wide
 
@@ -60,8 +61,7 @@ def own(plan: Plan) -> Plan:
     return replace(plan, cache={})
 
 
-_PREPARED: dict[Any, Prepared] = {}
-_MOST_PREPARED = 8192
+_PREPARED = Recent(2048)  # by call key; a plan keeps some ten kilobytes: launches, frames, tensor maps
 
 
 def prepare(call: Call) -> Prepared:
@@ -77,9 +77,7 @@ def prepare(call: Call) -> Prepared:
         device = Device.of(call.q.device)
         forward = own(choose(problem, device))
         found = Prepared(problem, device, forward, template, getattr(forward.kernel, "any_layout", False))
-        if len(_PREPARED) >= _MOST_PREPARED:
-            _PREPARED.clear()
-        _PREPARED[key] = found
+        _PREPARED.add(key, found)
     return found
 
 
@@ -88,7 +86,8 @@ def run(call: Call, lse: bool) -> tuple[Tensor, Any]:
     prepared = prepare(call)
     if torch.is_grad_enabled() and call.needs_gradient:
         call_, given = call.bshd(), "bshd"
-        out, found = _Attention.apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared)
+        tables = call.score.tensors if call.table_gradients else ()  # type: ignore[union-attr]
+        out, found = _Attention.apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared, *tables)
     else:
         x = prepared.operands(call, lse)
         given = x.layout
@@ -118,9 +117,13 @@ def _backward(prepared: Prepared, x: Operands, saved: Saved) -> Gradients:
     return g
 
 
-def _laid_out(t: Any, strides: tuple[int, ...] | None) -> Any:
-    """With the strides it was saved with, which the plan is for: hooks that keep it elsewhere may give it others."""
-    if t is None or strides is None or t.stride() == strides:
+def _laid_out(t: Any, layout: tuple[tuple[int, ...], int] | None) -> Any:
+    """With the strides and on the 16 bytes that it was saved with, which the plan is for: hooks that keep it elsewhere
+    may give it others."""
+    if t is None or layout is None:
+        return t
+    strides, offset = layout
+    if t.stride() == strides and (offset or not t.data_ptr() & 15):
         return t
     once = t[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
     room = torch.empty_strided(once.shape, strides, dtype=t.dtype, device=t.device)
@@ -132,7 +135,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, call: Call, prepared: Prepared
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Any,
+        sinks: Any,
+        call: Call,
+        prepared: Prepared,
+        *tables: Tensor,
     ) -> Any:
         x = prepared.operands(call)
         out, lse = _forward(prepared, x)
@@ -141,26 +152,41 @@ class _Attention(torch.autograd.Function):
             out = torch.empty(0, dtype=out.dtype, device=out.device).set_(*place)
         ctx.set_materialize_grads(False)
         ctx.prepared = prepared
+        ctx.tables = len(tables), dict(enumerate(call.table_gradients or ())), [(t.dtype, t.shape) for t in tables]
         ctx.dtypes = (None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype)
         saved = x.q, x.k, x.v, x.sinks, out, lse, *(a for a in x.aux if isinstance(a, Tensor))
-        ctx.strides = tuple(None if t is None else t.stride() for t in saved)
+        ctx.layouts = tuple(None if t is None else (t.stride(), t.data_ptr() & 15) for t in saved)
         ctx.save_for_backward(*saved)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.strides)
+        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.layouts)
         left = iter(tensors)
         aux = tuple(next(left) if a is None else a for a in ctx.prepared.template)
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         with torch.no_grad():
             g = _backward(ctx.prepared, Operands(q, k, v, sinks, aux), saved)
         if torch.is_grad_enabled():  # create_graph=True: say so if the graph is used, instead of a gradient of zero
-            last: list[Any] = [None if t is None else _Last.apply(t.requires_grad_(), dout, q, k, v) for t in g]
-            g = Gradients(*last)
+
+            def last(t: Any) -> Any:
+                return None if t is None else _Last.apply(t.requires_grad_(), dout, q, k, v)
+
+            dq, dk, dv, dbias, dsinks = map(last, (g.dq, g.dk, g.dv, g.dbias, g.dsinks))
+            g = Gradients(dq, dk, dv, dbias, dsinks, tuple(map(last, g.dtables)))
         bias, sinks_dtype = ctx.dtypes
         dbias = None if bias is None or g.dbias is None else g.dbias.to(bias[0]).view(bias[1])
-        return g.dq, g.dk, g.dv, dbias, None if g.dsinks is None else g.dsinks.to(sinks_dtype), None, None
+        dsinks = None if g.dsinks is None else g.dsinks.to(sinks_dtype)
+        return g.dq, g.dk, g.dv, dbias, dsinks, None, None, *_of_tables(g, *ctx.tables)
+
+
+def _of_tables(g: Gradients, count: int, wanted: dict[int, int], made_of: list[Any]) -> list[Any]:
+    """The gradients of the score's tensors, None of those of which none is wanted."""
+    found: list[Any] = [None] * count
+    for place, i in wanted.items():
+        dtype, shape = made_of[i]
+        found[i] = g.dtables[place].to(dtype).view(shape)
+    return found
 
 
 class _Last(torch.autograd.Function):
@@ -186,8 +212,8 @@ CAUSAL = 7  # of the arguments after v
 _LIBRARY = torch.library.Library("sartor", "DEF")
 _LIBRARY.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_gradient, {_ARGUMENTS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_gradient, int[] table_gradients,"
+    f" {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"  # the last of all tables, side by side
 )
 
 
@@ -227,16 +253,17 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl(_LIBRARY, "attention_backward", "CompositeExplicitAutograd")
 def _attention_backward(
-    dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: bool, *args: Any
+    dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: bool, table_gradients: list[int], *args: Any
 ) -> tuple[Tensor, ...]:
-    call = replace(_call(*args), bias_gradient=bias_gradient)
+    call = replace(_call(*args), bias_gradient=bias_gradient, table_gradients=tuple(table_gradients))
     prepared = prepare(call)
+    out, lse = (t.clone() if t.data_ptr() & 15 else t for t in (out, lse))  # hooks may have moved them off 16 bytes
     g = _backward(prepared, prepared.operands(call), Saved(out, lse, dout, dlse))
     dbias = g.dq.new_empty(0) if g.dbias is None else g.dbias.to(call.bias.dtype).view(call.bias.shape)  # type: ignore[union-attr]
     dsinks = g.dq.new_empty(0) if g.dsinks is None else g.dsinks.to(call.sinks.dtype)  # type: ignore[union-attr]
     like = (call.q, call.k, call.v)
     dq, dk, dv = (d if d.is_contiguous() else d.contiguous() for d, _ in zip(g[:3], like, strict=True))
-    return dq, dk, dv, dbias, dsinks
+    return dq, dk, dv, dbias, dsinks, torch.cat([g.dq.new_empty(0, dtype=lse.dtype), *(t.ravel() for t in g.dtables)])
 
 
 @torch.library.register_fake("sartor::attention", lib=_LIBRARY)
@@ -251,12 +278,14 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 @torch.library.register_fake("sartor::attention_backward", lib=_LIBRARY)
 def _attention_backward_fake(
-    dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: bool, *args: Any
+    dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: bool, table_gradients: list[int], *args: Any
 ) -> tuple[Tensor, ...]:
-    q, k, v, bias, _, _, sinks = args[:7]
+    q, k, v, bias, _, _, sinks, mod_tensors, mask_handle = args[:9]
     bias = bias if bias_gradient else None
     gradients = [t.new_empty(t.shape) for t in (q, k, v)]
-    return (*gradients, *(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (bias, sinks)))
+    gradients += [q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (bias, sinks)]
+    first = tensors_of(mask_handle)
+    return (*gradients, q.new_empty(sum(mod_tensors[first + i].numel() for i in table_gradients), dtype=lse.dtype))
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -270,10 +299,15 @@ def _operator_backward(ctx: Any, dout: Any, dlse: Any) -> Any:
     *tensors, out, lse = ctx.saved_tensors
     inputs, mod_tensors = tensors[:7], list(tensors[7 : 7 + n])
     dout = torch.zeros_like(out) if dout is None else dout
-    wanted = ctx.needs_input_grad[3]
-    g = torch.ops.sartor.attention_backward(dout, dlse, out, lse, wanted, *inputs, mod_tensors, *ctx.options)
+    wanted, first = ctx.needs_input_grad[3], tensors_of(ctx.options[0])
+    tables = [i for i, t in enumerate(mod_tensors[first:]) if t.requires_grad]
+    g = torch.ops.sartor.attention_backward(dout, dlse, out, lse, wanted, tables, *inputs, mod_tensors, *ctx.options)
     dbias, dsinks = g[3] if wanted else None, None if inputs[6] is None else g[4]
-    return *g[:3], dbias, None, None, dsinks, [None] * n, *([None] * len(ctx.options))
+    of_mods: list[Any] = [None] * n
+    sizes = [mod_tensors[first + i].numel() for i in tables]
+    for i, d in zip(tables, g[5].split(sizes) if tables else (), strict=True):
+        of_mods[first + i] = d.view(mod_tensors[first + i].shape).to(mod_tensors[first + i].dtype)
+    return *g[:3], dbias, None, None, dsinks, of_mods, *([None] * len(ctx.options))
 
 
 def _no_double_backward(ctx: Any, *gradients: Any) -> Any:
@@ -298,7 +332,8 @@ def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **
 
 @register_flop_formula(torch.ops.sartor.attention_backward)
 def _backward_flops(
-    dout: Any, dlse: Any, out: Any, lse: Any, bias_gradient: bool, q: Any, k: Any, v: Any, *rest: Any, **_: Any
-) -> int:
+    dout: Any, dlse: Any, out: Any, lse: Any, bias_gradient: bool, table_gradients: Any, q: Any, k: Any, v: Any,
+    *rest: Any, **_: Any,
+) -> int:  # fmt: skip
     """Useful FLOPs of the backward: 2.5 times the forward's."""
     return int(2.5 * _flops(q, k, v, rest[CAUSAL]))

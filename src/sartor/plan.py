@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from sartor import kernels
+from sartor import features, kernels
 from sartor.device import Device
 from sartor.errors import Unsupported
 from sartor.kernels.spec import Plan
@@ -19,7 +19,7 @@ from sartor.tuning import table
 def candidates(p: Problem) -> tuple[str, ...]:
     """Forward kernels that may serve `p`: all, those of the family that was asked for, or the one that was."""
     if p.kernel == "auto":
-        return kernels.FORWARD
+        return tuple(kernels.FORWARD)
     names = tuple(n for n in kernels.FORWARD if p.kernel in (n, kernels.load(n).family))
     if not names:
         known = ", ".join(repr(f) for f in dict.fromkeys(("auto", *kernels.families(), *kernels.FORWARD)))
@@ -52,7 +52,7 @@ def _walk(names: tuple[str, ...], p: Problem, dev: Device) -> tuple[dict[str, li
     refused: dict[str, list[str]] = {}
     for name in names:
         spec = kernels.load(name)
-        why = spec.why_not(p, dev)
+        why = features.missing(p, spec.features) or spec.why_not(p, dev)
         if not why:
             tile, source = table.lookup(spec, p, dev)
             return refused, Plan(spec, p, dev, tile, source)

@@ -22,7 +22,7 @@ from sartor.checks import (
     slopes_without_gradient,
 )  # fmt: skip
 from sartor.mods import masks, scores
-from sartor.mods.core import Mask, Mod, Program, Score
+from sartor.mods.core import Mask, Mod, Program, Score, unnamed
 from sartor.mods.tracing import four_dims, resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -56,6 +56,7 @@ class Call:
     precision: str = "ieee"
     layout: str = "bshd"  # of q, k and v: one of LAYOUTS
     bias_gradient: bool | None = None  # whether the bias' is wanted; None: where bias requires one
+    table_gradients: tuple[int, ...] | None = None  # of the score's tensors, by number; None: of those that require one
 
     def __post_init__(self) -> None:
         """On every call, since keys do not tell them apart: True and 1, 1 and 1.0, a tensor and what it holds."""
@@ -72,11 +73,9 @@ class Call:
             self.bias_gradient = isinstance(self.bias, torch.Tensor) and self.bias.requires_grad
         if self.alibi_slopes is not None:
             slopes_without_gradient(self.alibi_slopes)
-        tables = self.score.tensors if isinstance(self.score, Score) else ()
-        if any(t.requires_grad for t in tables) and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "aux tensors of score have no gradient here: a bias has one, got requires_grad=True"
-            )
+        if self.table_gradients is None:
+            tables = getattr(self.score, "tensors", ())
+            self.table_gradients = tuple(i for i, t in enumerate(tables) if t.requires_grad)
 
     def key(self) -> tuple[Any, ...]:
         """Equal keys mean equal problems and equal plans; made on every call, so it only reads attributes."""
@@ -89,6 +88,7 @@ class Call:
             None if plain else tuple(_extra_key(x) for x in (bias, mask, score, slopes, sinks)),
             self.causal, self.window, self.softmax_scale, self.softcap, self.bits_repeat,
             self.out_dtype, self.kernel, self.precision, self.layout, self.bias_gradient,
+            self.table_gradients,
         )  # fmt: skip
 
     def bshd(self) -> Call:
@@ -111,6 +111,7 @@ class Call:
         return (
             self.q.requires_grad or self.k.requires_grad or self.v.requires_grad
             or (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
+            or bool(self.table_gradients)
         )  # fmt: skip
 
 
@@ -143,6 +144,7 @@ class Problem:
     score_name: str = ""
     sinks: bool = False
     bias_shape: tuple[int, ...] | None = None  # of four dims, where the bias' gradient is wanted
+    table_shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()  # of aux values whose gradients are wanted, by number
     deterministic: bool = False
     precision: str = "ieee"
     kernel: str = "auto"
@@ -165,22 +167,26 @@ class Problem:
         skv, hkv, dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
         _check_options(call)
         _check_extras(call, (b, hq, sq, skv))
-        mask, score = mods(call)
+        with unnamed():
+            mask, score = mods(call)
         program, values = Program.of(mask, score)
         template = tuple(None if isinstance(v, torch.Tensor) else resolve(v, sq, skv) for v in values)
-        tables = [four_dims(v) for v in values if isinstance(v, torch.Tensor)]
+        tensors = [(i, v) for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
+        placed = [four_dims(v) for i, v in tensors if not program.aux[i].dims]
+        of_score = tensors[len(mask.tensors) if mask else 0 :]  # the caller's come first
         dense = {"q": call.q, "k": call.k, "v": call.v}
         problem = cls(
             b, hq, hkv, sq, skv, d, dv, call.q.dtype, call.out_dtype or call.q.dtype, call.q.device.type,
             _scale(call),
             program, mask.name if mask else "full", score.name if score else "", call.sinks is not None,
             None if call.bias is None or not call.bias_gradient else tuple(four_dims(call.bias).shape),
+            tuple((of_score[i][0], tuple(_read(*of_score[i], program).shape)) for i in call.table_gradients or ()),
             call.bits_repeat, call.precision, call.kernel,
             tuple(name for name, t in dense.items() if is_copied(t)),
             call.out_dtype in (None, call.q.dtype) and d == dv
             and (call.q.is_contiguous() or call.q.transpose(1, 2).is_contiguous()),
             all(rows_on_16_bytes(t) for t in dense.values()),
-            all(rows_on_16_bytes(t) for t in tables if t.shape[3] == skv > 1),
+            all(rows_on_16_bytes(t) for t in placed if t.shape[3] == skv > 1),
         )  # fmt: skip
         return problem, template
 
@@ -211,9 +217,9 @@ class Problem:
 
 def mask_class(p: Problem) -> str:
     """`full` without a mask or score, `band` where a row attends to all keys up to one of them, as with a causal mask,
-    `window` where it attends to any interval of keys, `tensor` where a bias or mask is read for every pair of query and
-    key, `score` for other scores, with a mask or without, `mods` for other masks, documents among them."""
-    if any({"q", "k"} <= set(a.pattern.lower()) for a in p.program.aux):
+    `window` where it attends to any interval of keys, `tensor` where a bias, mask or table is read for every pair of
+    query and key, `score` for other scores, with a mask or without, `mods` for other masks, documents among them."""
+    if any({"q", "k"} <= set(a.pattern.lower()) or a.dims for a in p.program.aux):
         return "tensor"
     if p.program.score is not None:
         return "score"
@@ -242,6 +248,11 @@ def rows_on_16_bytes(t: torch.Tensor) -> bool:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64 inputs, else float32: that of scores and what is added to them, of the softmax and of lse."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _read(i: int, t: torch.Tensor, program: Program) -> torch.Tensor:
+    """The aux value i as the program reads it."""
+    return t if program.aux[i].dims else four_dims(t)
 
 
 def _scale(call: Call) -> float:
@@ -304,18 +315,18 @@ def band(causal: bool | str, window: tuple[int | None, int | None] | None) -> Ma
 
 
 def aux_tensors(call: Call) -> list[torch.Tensor]:
-    """The tensors among the aux values of a call, in their order, of four dims; read without building its mods."""
+    """The tensors among the aux values of a call, in their order, as programs read them; without building its mods."""
     found: Sequence[torch.Tensor] = ()
     if call.mask is not None:
-        found = call.mask.tensors if isinstance(call.mask, Mask) else (call.mask,)
-    score = () if call.score is None else call.score.tensors
+        found = call.mask.read if isinstance(call.mask, Mask) else (four_dims(call.mask),)
+    score = () if call.score is None else call.score.read
     slopes = () if call.alibi_slopes is None else (scores.slopes_table(call.alibi_slopes, wide(call.q.dtype)),)
-    bias = () if call.bias is None else (_bias(call, call.bias),)
-    return [four_dims(t) for t in (*found, *score, *slopes, *bias)]
+    bias = () if call.bias is None else (four_dims(_bias(call, call.bias)),)
+    return [*found, *score, *slopes, *bias]
 
 
 def aux_values(call: Call, template: Template | None = None) -> tuple[int | float | torch.Tensor, ...]:
-    """What the program of a call reads, resolved for its lengths: numbers, and tensors of four dims.
+    """What the program of a call reads, resolved for its lengths: numbers, tables, other tensors of four dims.
 
     `template` is that of an equal call, and spares the making of a new one.
     """
@@ -403,18 +414,20 @@ def _check_extras(call: Call, full: tuple[int, int, int, int]) -> None:
         raise TypeError(f"score must be a sartor.mods.Score, got {type(call.score).__name__}{wrap}")
     for name in ("mask", "score"):
         mod = getattr(call, name)
-        for t in mod.tensors if isinstance(mod, Mod) else ():
-            _check_extra(name, t, q, full)
+        for i, t in enumerate(mod.aux) if isinstance(mod, Mod) else ():
+            if isinstance(t, torch.Tensor):
+                _check_extra(name, t, q, None if i in mod.tables else full)
     if call.alibi_slopes is not None:
         slopes(call.alibi_slopes, hq, b, q.device)
     if call.sinks is not None:
         of_heads("sinks", call.sinks, ((hq,),), q.device)
 
 
-def _check_extra(name: str, t: torch.Tensor, q: torch.Tensor, full: tuple[int, int, int, int]) -> None:
+def _check_extra(name: str, t: torch.Tensor, q: torch.Tensor, full: tuple[int, int, int, int] | None) -> None:
+    """`full` is what it must be broadcastable to; None for tables."""
     dense(name, t)
     shape = (1,) * (4 - t.dim()) + tuple(t.shape)
-    if t.dim() > 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
+    if full and (t.dim() > 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True))):
         raise ValueError(
             f"{name} must be broadcastable to (batch, heads, seqlen_q, seqlen_kv) = {full}, got {tuple(t.shape)}"
         )

@@ -64,7 +64,8 @@ def _slope(q: Tensor, k: Tensor, v: Tensor, rise: float) -> tuple[Tensor, Tensor
     """(b, h, s, d) tensors whose scores change by `rise` along the keys, at the default scale."""
     q, k = q.clone(), k.clone()
     q[..., 0] = 1
-    k[..., 0] = torch.linspace(0, rise * k.shape[-1] ** 0.5, k.shape[-2], device=k.device).to(k.dtype)
+    steps = torch.linspace(0, rise * k.shape[-1] ** 0.5, k.shape[-2], dtype=torch.float32, device=k.device)
+    k[..., 0] = steps.to(k.dtype)
     return q, k, v
 
 
@@ -129,12 +130,12 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Iterato
 
 def _cut(name: str, option: Any, batch: slice, heads: slice) -> Any:
     if isinstance(option, Mask):
-        aux = tuple(_cut("aux", a, batch, heads) for a in option.aux)
+        aux = _cut_aux(option, batch, heads)
         return Mask(
             lambda b, h, q, kv, aux: option.keep(b + batch.start, h + heads.start, q, kv, aux), aux, name=option.name
         )
     if isinstance(option, Score):
-        aux = tuple(_cut("aux", a, batch, heads) for a in option.aux)
+        aux = _cut_aux(option, batch, heads)
         return Score(
             lambda s, b, h, q, kv, aux: option.fn(s, b + batch.start, h + heads.start, q, kv, aux), aux, option.name
         )
@@ -146,6 +147,11 @@ def _cut(name: str, option: Any, batch: slice, heads: slice) -> Any:
         return option[heads] if option.dim() == 1 else option[batch, heads]
     full = option[(None,) * (4 - option.dim())]
     return full[_along(full, batch, heads)]
+
+
+def _cut_aux(mod: Mask | Score, batch: slice, heads: slice) -> tuple[Any, ...]:
+    """What it reads; tables, which are read by the whole problem's positions, as they are."""
+    return tuple(a if i in mod.tables else _cut("aux", a, batch, heads) for i, a in enumerate(mod.aux))
 
 
 def _along(full: Tensor, batch: slice, heads: slice) -> tuple[slice, slice]:

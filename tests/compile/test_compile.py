@@ -17,8 +17,8 @@ import torch
 
 from sartor import kernels, mods
 from sartor.device import ARCHITECTURES
-from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Saved, Tile
+from sartor.kernels.triton import launch
 from sartor.problem import Call, Problem, aux_values
 from sartor.tuning import table
 
@@ -27,7 +27,7 @@ if not launch.available() or launch.interpreted():
 
 import triton
 
-from sartor.kernels.parts.lower import compile_for
+from sartor.kernels.triton.lower import compile_for
 
 BATCH, LENGTH, HEADS = 4, 4096, 16
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
@@ -86,7 +86,8 @@ def estimate(kernel, call, step):
     """What the model says of a launch's shared memory."""
     p, t = Problem.of(call), step.tile
     sizes = (t.block_n, t.block_m) if step.name == "dq" else (t.block_m, t.block_n)
-    return kernels.load(kernel).smem_bytes(p, *sizes, t.stages)
+    warps = (t.warps,) if kernel.endswith("_forward") else ()
+    return kernels.load(kernel).smem_bytes(p, *sizes, t.stages, *warps)
 
 
 def row_id(row):
@@ -235,6 +236,28 @@ def test_tensors_are_read_in_wide_loads(kind):
                 assert found.shared_bytes <= estimate(kernel, call, step), name
 
 
+def relative(requires_grad=False):
+    table = meta(HEADS, 2 * LENGTH - 1).requires_grad_(requires_grad)
+    return mods.Score(lambda s, b, h, q, kv: s + table[h, q - kv + LENGTH - 1])
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_gathers_and_their_gradients(arch):
+    """A table is read where it lies, and its gradient added up by atomics; the products stay on tensor cores."""
+    for kernel in ("triton_forward", "triton_backward"):
+        call = call_of(64, causal=True, score=relative(requires_grad=True))
+        tile, _ = table.lookup(kernels.load(kernel), Problem.of(call), ARCHITECTURES[arch])
+        steps = launches(kernel, call, tile, arch)
+        added = [name for name in steps if name.startswith("dtable")]
+        assert len(added) == (kernel == "triton_backward")
+        for name in (*HOT, *added):
+            if name in steps:
+                found = compiled(steps[name], arch)
+                assert found.count("HGMMA" if arch == 90 else "HMMA"), name
+                assert found.shared_bytes <= ARCHITECTURES[arch].smem_bytes, name
+                assert bool(re.search(r"(?:red|atom)\S*\.global\S*\.add\.f32", found.ptx)) == (name in added), name
+
+
 def test_tf32_is_on_tensor_cores():
     call = call_of(64, dtype=torch.float32, precision="tf32")
     tile, _ = table.lookup(kernels.load("triton_forward"), Problem.of(call), ARCHITECTURES[90])
@@ -247,3 +270,34 @@ def test_first_tile_fits_where_values_are_widened():
     tile = next(iter(kernels.load("triton_forward").tiles(Problem.of(call), device)))
     found = compiled(launches("triton_forward", call, tile, 90)["forward"], 90)
     assert found.shared_bytes <= device.smem_bytes
+
+
+WIDEST = [(344, 344), (352, 352), (64, 504), (64, 512), (256, 512), (512, 112), (512, 128), (384, 320)]
+GRID = [*WIDEST, (16, 512), (512, 16), (24, 300), (272, 272), (288, 64), (128, 384), (320, 320), (448, 448), (512, 512)]
+
+
+def check_fits(kernel, call, arch):
+    """Every launch takes at most the shared memory that a block has."""
+    device = ARCHITECTURES[arch]
+    tile, _ = table.lookup(kernels.load(kernel), Problem.of(call), device)
+    for name, step in launches(kernel, call, tile, arch).items():
+        assert compiled(step, arch).shared_bytes <= device.smem_bytes, name
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), WIDEST)
+def test_wide_heads_fit_shared_memory(dim, dim_v):
+    """With keys that fill no tile, for which weights change hands in shared memory."""
+    check_fits("triton_forward", call_of(dim, dim_v=dim_v, length=1000), 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 86, 90, 100])
+@pytest.mark.parametrize("kernel", ["triton_forward", "triton_backward", "fp32_forward", "fp32_backward"])
+@pytest.mark.parametrize("kind", ["full", "band", "score"])
+@pytest.mark.parametrize("length", [1000, 4096])
+def test_all_head_dims_fit_shared_memory(kernel, arch, kind, length):
+    dtype = torch.float32 if kernel.startswith("fp32") else torch.bfloat16
+    for dim, dim_v in GRID:
+        call = call_of(dim, kind, dtype, dim_v, length)
+        if not kernels.load(kernel).why_not(Problem.of(call), ARCHITECTURES[arch]):
+            check_fits(kernel, call, arch)

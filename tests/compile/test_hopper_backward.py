@@ -9,14 +9,14 @@ import torch
 
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
-from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Saved
+from sartor.kernels.triton import launch
 from sartor.problem import Call, Problem
 
 if nvrtc.missing() or not launch.available():
     pytest.skip(nvrtc.missing() or "needs Triton, whose launches stand around it", allow_module_level=True)
 
-from sartor.kernels.hopper_backward import Measure
+from sartor.kernels.hopper.backward import Measure, tidy, tidy_out
 
 DEVICE = ARCHITECTURES[90]
 SPEC = kernels.load("hopper_backward")
@@ -49,7 +49,7 @@ def test_kernels(dim, options):
     keys = [("dk", "dv")] if dim <= 128 else [("dk",), ("dv",)]  # what registers hold
     assert [m.gradients for m in measures] == [("dq",), *keys]
     for measure in measures:
-        assert sound(measure) == {"hopper_backward"}
+        assert sound(measure) == {"hopper_backward", *(["preprocess"] if "dq" in measure.gradients else [])}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -57,7 +57,7 @@ def test_kernels(dim, options):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_one_sweep(dim, options, dtype):
     (measure,) = Measure.all(problem(dim, dtype=dtype, **options))
-    assert sound(measure) == {"hopper_backward", "round_dq"}
+    assert sound(measure) == {"hopper_backward", "preprocess", "round_dq"}
 
 
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
@@ -168,15 +168,14 @@ def test_tile(name, dtype, dim):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_launches_around(causal):
+def test_repairs(causal):
+    """Marked tiles are computed again by the portable kernel, where there is a mask; nothing else of it is launched."""
     p = problem(causal=causal)
     q = meta(2, 1000, 4, 128)
     x, saved = Operands(q, q, q, aux=(0,) if causal else ()), Saved(q, meta(2, 4, 1000, dtype=torch.float32), q, None)
-    work = SPEC.workspace(p, x, saved)
     (tile,) = SPEC.tiles(p, DEVICE)
-    before, after = SPEC.sections(Plan(SPEC, p, DEVICE, tile, "test"), x, saved, work)
-    assert [step.name for step in before] == ["prepare"]
-    assert [step.name for step in after] == (["dkdv repair", "dq repair"] if causal else [])
+    steps = SPEC.repairs(Plan(SPEC, p, DEVICE, tile, "test"), x, saved, SPEC.workspace(p, x, saved))
+    assert [step.name for step in steps] == (["dkdv repair", "dq repair"] if causal else [])
 
 
 @pytest.mark.parametrize("case", ["dense", "of a sum", "a column more", "heads outermost"])
@@ -187,8 +186,7 @@ def test_rows_of_dout(case):
         "dense": q, "of a sum": meta().expand(q.shape), "a column more": meta(2, 1000, 4, 129)[..., :128],
         "heads outermost": meta(2, 4, 1000, 128).transpose(1, 2),
     }[case]  # fmt: skip
-    saved = Saved(q, meta(2, 4, 1000, dtype=torch.float32), dout, None)
-    found = SPEC.workspace(problem(), Operands(q, q, q), saved)["dout"]
+    found = tidy(problem(), dout)
     assert (found is dout) == (case in ("dense", "heads outermost"))
     assert found.stride(3) == 1
     assert all(n > 0 and n % 8 == 0 for n in found.stride()[:3])
@@ -206,10 +204,10 @@ def test_columns_without_spans_are_not_intervals():
         assert not Problem.of(Call(q, q, q, mask=mask)).program.is_interval
 
 
-def test_dout_an_element_further():
-    """Its address may be off where its strides are not."""
+def test_tensors_an_element_further():
+    """Their addresses may be off where their strides are not."""
     q = torch.empty(1, 64, 2, 128, dtype=torch.bfloat16)
-    dout = torch.zeros(q.numel() + 1, dtype=torch.bfloat16)[1:].view(q.shape)
-    p, saved = Problem.of(Call(q, q, q)), Saved(q, torch.empty(1, 2, 64), dout, None)
-    found = kernels.load("hopper_backward").workspace(p, Operands(q, q, q), saved)["dout"]
-    assert found.data_ptr() % 16 == 0
+    off = torch.zeros(q.numel() + 1, dtype=torch.bfloat16)[1:].view(q.shape)
+    for found in (tidy(Problem.of(Call(q, q, q)), off), tidy_out(off)):
+        assert found.data_ptr() % 16 == 0
+    assert tidy_out(q) is q

@@ -7,14 +7,14 @@ import torch
 
 from sartor import kernels, mods, nvrtc
 from sartor.device import ARCHITECTURES
-from sartor.kernels.parts import launch
 from sartor.kernels.spec import Operands, Plan, Saved
+from sartor.kernels.triton import launch
 from sartor.problem import Call, Problem
 
 if nvrtc.missing() or not launch.available():
     pytest.skip(nvrtc.missing() or "needs Triton, whose launches stand around it", allow_module_level=True)
 
-from sartor.kernels.hopper_fp32_backward import AGAIN, Measure
+from sartor.kernels.hopper.fp32_backward import AGAIN, Measure
 
 DEVICE = ARCHITECTURES[90]
 SPEC = kernels.load("hopper_fp32_backward")

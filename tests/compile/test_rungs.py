@@ -7,10 +7,10 @@ import pytest
 
 from sartor import nvrtc
 from sartor.device import ARCHITECTURES, Device
-from sartor.kernels.parts import launch
-from sartor.lab import ladder
-from sartor.lab.compiled import build, mix
-from sartor.lab.rung import Rung
+from sartor.kernels.triton import launch
+from sartor.lab.ladder import catalogue as ladder
+from sartor.lab.ladder.compiled import build, mix
+from sartor.lab.ladder.rung import Rung
 
 CUDA = [r for r in ladder.load() if r.is_cuda]
 TRITON = [r for r in ladder.load() if not r.is_cuda and not r.kernel]

@@ -20,12 +20,16 @@ import sartor
 from sartor import kernels, mods, nvrtc, ops, problem, testing
 from sartor.device import ARCHITECTURES, CPU
 from sartor.errors import Unsupported
-from sartor.kernels import blocked, triton_backward
+from sartor.kernels import blocked, spans
 from sartor.kernels.blocked import BACKWARD_SPEC
 from sartor.kernels.spec import Saved
+from sartor.kernels.triton import backward as triton_backward
+from sartor.kernels.triton import launch
 from sartor.mods import core
 from sartor.mods.tracing import resolve
 from sartor.problem import FARTHEST, Call, Problem, is_copied
+
+needs_triton = pytest.mark.skipif(not launch.available(), reason="plans kernels that Triton compiles")
 
 
 def inputs(sq=9, skv=13, dtype=torch.float32, **rest):
@@ -70,13 +74,10 @@ def test_what_pytorchs_backward_lacks_is_left_to_blocked(monkeypatch, case):
 @pytest.mark.parametrize(
     ("options", "change", "reason"),
     [
-        ({"causal": True, "softmax_scale": 0.0}, {}, "softmax_scale"),
-        ({"causal": True}, {"skv": 14}, "13 and 14"),
-        ({"window": (3, 0)}, {}, "window"),
-        ({"mask": torch.ones(13, 13).bool()}, {}, "tensor"),
-        ({"bias": torch.ones(13, 13)}, {}, "bias"),
+        ({"softcap": 3.0, "bias": torch.ones(13, 13)}, {}, "softcap > bias"),
+        ({"score": mods.Score(lambda s, b, h, q, kv, aux: s * 2)}, {}, "score"),
         ({"sinks": torch.ones(4)}, {}, "sinks"),
-        ({"out_dtype": torch.float32}, {"dtype": torch.bfloat16}, "out_dtype bfloat16, got float32"),
+        ({"out_dtype": torch.float32}, {"dtype": torch.bfloat16}, "out_dtype torch.bfloat16, got torch.float32"),
         ({}, {"skv": 0}, "0"),
     ],
 )
@@ -98,6 +99,7 @@ def test_a_window_without_a_left_end_is_a_band():
     assert problem.mask_class(Problem.of(Call(x, x, x, window=(299, 5)))) == "window"
 
 
+@needs_triton
 def test_kernel_by_its_own_name():
     """Where a family has two, either can be asked for; and the first of the family is what the family's name takes."""
     q = torch.empty(1, 4096, 2, 64, device="meta")
@@ -140,6 +142,8 @@ def test_explain_puts_the_tensors_on_the_device():
     assert sartor.explain(*here, kernel="torch", device=gpu).plan is None
 
 
+@needs_triton
+@pytest.mark.skipif(bool(nvrtc.missing()), reason="plans a kernel that NVRTC compiles")
 def test_explain_says_why_not_another_backward():
     q = torch.empty(1, 100, 2, 64, device="meta")
     options = {"mask": sartor.mods.document(torch.empty(1, 100, dtype=torch.int64, device="meta"))}
@@ -150,6 +154,7 @@ def test_explain_says_why_not_another_backward():
     assert any(line.startswith("  hopper_fp32_backward: no, ") for line in lines)
 
 
+@needs_triton
 def test_explain_says_what_a_block_holds():
     """The tiles and the shared memory of both passes, as the kernels' own model counts it; less than padded."""
     q = torch.empty(1, 4096, 2, 96, dtype=torch.bfloat16, device="meta")
@@ -185,28 +190,11 @@ def test_windows_of_other_types(window):
 def test_registry():
     for name in (*kernels.FORWARD, *kernels.BACKWARD):
         assert kernels.load(name).name == name
-        assert len(kernels.source_hash(name)) == 16
     for name in kernels.FORWARD:
         assert set(kernels.load(name).backwards) <= set(kernels.BACKWARD)
 
 
 # ---- results
-
-
-@pytest.mark.parametrize(
-    ("name", "some"),
-    [
-        ("hopper_forward", "forward.cuh hopper_repair.cuh expressions.py spec.py launch.py core.py nvrtc.py"),
-        ("hopper_fp32_backward", "split.cuh hopper_backward.py triton_backward.py triton_forward.py algebra.py"),
-        ("triton_backward", "algebra.py codegen.py masks.py"),
-        ("torch_cpu", "blocked.py algebra.py expr.py"),
-    ],
-)
-def test_the_hash_of_a_kernel_holds_all_that_it_computes_with(name, some):
-    """Also what others it imports import: none may change what comes out and leave the hash as it was."""
-    files = kernels.sources(name)
-    assert {file.name for file in files} >= set(some.split())
-    assert len(files) == len(set(files))
 
 
 def test_out_dtype():
@@ -435,7 +423,7 @@ def test_opcheck_backward():
         arguments = ops.as_operator_arguments(Call(q, k, v, **options))
         out, lse = torch.ops.sartor.attention(*arguments)
         for wanted in (False, True):
-            given = (testing.make_like(out), testing.make_like(lse), out, lse, wanted, *arguments)
+            given = (testing.make_like(out), testing.make_like(lse), out, lse, wanted, [], *arguments)
             torch.library.opcheck(
                 torch.ops.sartor.attention_backward, given, test_utils=("test_schema", "test_faketensor")
             )
@@ -465,7 +453,7 @@ def test_a_bias_gets_a_gradient_if_it_wants_one(compiled, monkeypatch):
     run = BACKWARD_SPEC.run
     monkeypatch.setattr(type(BACKWARD_SPEC), "run", lambda self, *a: made.append(run(*a)) or made[-1])
     (q, k, v), _ = leaves_of({})
-    call = lambda bias: sartor.attention(q, k, v, bias=bias)  # noqa: E731 - compiled and not
+    call = lambda bias: sartor.attention(q, k, v, bias=bias, kernel="blocked")  # noqa: E731 - compiled and not
     call = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
     for wanted in (False, True, False):
         bias = torch.randn(9, 13, requires_grad=wanted)
@@ -628,21 +616,17 @@ def test_a_score_comes_between_softcap_and_bias():
 def test_what_a_score_must_be():
     q, k, v = inputs()
     plain = lambda s, b, h, q, kv, aux: s + aux[0]  # noqa: E731
-    wanted = mods.Score(plain, (torch.ones(9, 13, requires_grad=True),))
     for call, error, words in (
         (lambda: sartor.attention(q, k, v, score=plain), TypeError, "score must be a .*Score, got function: wrap it"),
         (lambda: sartor.attention(q, k, v, score=mods.causal()), TypeError, "score must be a .*Score, got Mask"),
-        (lambda: sartor.attention(q, k, v, score=wanted), NotImplementedError, "aux tensors of score have no gradient"),
         (lambda: sartor.attention(q, k, v, score=mods.bias(torch.ones(3, 13))), ValueError, "score must be broadcast"),
         (lambda: mods.Score(3), TypeError, "score must be a function .*got int"),
         (lambda: mods.Score(lambda s, b, h, q, kv, aux: q - kv), TypeError, "returns a float, got .q - kv"),
         (lambda: mods.Score(lambda s, b, h, q, kv, aux: (s, s)), TypeError, "returns a float, got 2 values"),
-        (lambda: mods.Score(lambda s, b, h, q, kv: s), TypeError, "must take .s, b, h, q, kv, aux."),
+        (lambda: mods.Score(lambda s, b, h, q: s), TypeError, "must take .s, b, h, q, kv. or .s, b, h, q, kv, aux."),
     ):
         with pytest.raises(error, match=words):
             call()
-    with torch.no_grad():
-        sartor.attention(q, k, v, score=wanted)
 
 
 def test_a_graph_takes_masks_and_scores_of_all_lengths():
@@ -694,12 +678,14 @@ def test_what_a_score_reads_has_no_tangent():
             sartor.attention(q, k, v, score=score)
 
 
-def test_a_saved_tensor_gets_its_strides_back():
-    """Those of expanded ones too, where a hook made it dense."""
+def test_a_saved_tensor_gets_its_layout_back():
+    """Strides, those of expanded ones too, where a hook made it dense; and an address on 16 bytes, if it had one."""
     for t in (torch.randn(2, 3, 4).transpose(0, 1), torch.randn(1, 3, 1).expand(5, 3, 4), torch.randn(2, 3, 4)[:, ::2]):
-        found = ops._laid_out(t.contiguous(), t.stride())
-        assert torch.equal(found, t)
-        assert found.stride() == t.stride()
+        for kept in (t.contiguous(), torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)):
+            found = ops._laid_out(kept, (t.stride(), t.data_ptr() & 15))
+            assert torch.equal(found, t)
+            assert found.stride() == t.stride()
+            assert found.data_ptr() & 15 == 0
 
 
 def test_no_query_heads_are_refused():
@@ -741,7 +727,7 @@ def test_rows_far_apart_are_copied():
 
 def test_items_that_are_taken_one_by_one(monkeypatch):
     """Where an item's scores alone fill the caches: what is given by item is that item's, for the second one too."""
-    monkeypatch.setattr(blocked, "ITEM", 1)
+    monkeypatch.setattr(spans, "ITEM", 1)
     drawn = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))  # noqa: E731
     mask = mods.Mask(lambda b, h, q, kv, aux: (kv + 3 * b <= q + 6) & aux[0], (drawn(2, 1, 1, 13) > -1,))
     given = {"mask": mask, "bias": drawn(2, 4, 9, 13), "alibi_slopes": drawn(2, 4).abs(), "sinks": drawn(4)}

@@ -10,14 +10,14 @@ import torch
 from typer.testing import CliRunner
 
 import sartor
-from sartor import nvrtc
-from sartor.cli import app
+from sartor import cache, nvrtc
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Plan
-from sartor.lab import roofline
-from sartor.lab.adhoc import number, pair
-from sartor.lab.flags import results_folder
-from sartor.lab.workloads import Workload
+from sartor.lab.cli.app import app
+from sartor.lab.cli.flags import results_folder
+from sartor.lab.measure import roofline
+from sartor.lab.measure.adhoc import number, pair
+from sartor.lab.workloads.workload import Workload
 from sartor.tuning import table
 
 
@@ -78,6 +78,18 @@ def test_wrong_flags_are_refused_in_one_line(args: tuple[str, ...], words: str) 
     assert words in output
     assert output.startswith("error: ")
     assert output.count("\n") == 1
+
+
+def test_cache_is_shown_bounded_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SARTOR_CACHE", str(tmp_path / "kernels"))
+    assert "0 files, 0.0 MiB of at most 1024" in invoke("cache")
+    for name in "ab":
+        cache.write(name * 64, b"x" * 2**20)
+    assert "2 files, 2.0 MiB" in invoke("cache")
+    assert "removed 1 files" in invoke("cache", "--most-mib", "1.5")
+    (tmp_path / "kernels").chmod(0o777)
+    assert "is ignored: expected that only its owner may write it" in invoke("cache")
+    assert "0 files" in invoke("cache", "--clear")
 
 
 def test_explain_plans_for_an_architecture_that_is_not_here() -> None:

@@ -8,7 +8,7 @@ import torch
 from sartor import mods
 from sartor.problem import Call, Problem
 
-codegen = pytest.importorskip("sartor.kernels.parts.codegen")
+codegen = pytest.importorskip("sartor.kernels.triton.codegen")
 
 
 def program(**options):

@@ -1,32 +1,37 @@
-"""Kernels that need a GPU were verified on one from exactly their present sources, rungs measured, or are pending; the
-tables beside the records are made of them."""
+"""What needs a GPU passed on one as it is today: plans, machine code, launches; rungs were measured; or it is pending.
+The tables beside the records are made of them."""
 
 import json
+import random
 import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 
 import pytest
 
-from sartor import kernels
-from sartor.lab import ladder, records
-from sartor.lab.report import GPU_KERNELS
-from sartor.lab.rung import Rung
-from sartor.lab.suites import checkout
+from sartor import kernels, nvrtc
+from sartor.kernels.triton import launch
+from sartor.lab.evidence.evidence import Evidence, cases
+from sartor.lab.ladder import catalogue as ladder
+from sartor.lab.ladder.rung import Rung
+from sartor.lab.measure import fingerprint, records
+from sartor.lab.measure.fingerprint import GPU_KERNELS, Case, key
+from sartor.lab.measure.planned import plan_of
+from sartor.lab.workloads.suites import checkout
+from sartor.lab.workloads.workload import Inputs
 
 ROOT = checkout()
+RESULTS = sorted(p.parent for p in (ROOT / "benchmarks" / "results").glob("*/evidence.json")) if ROOT else []
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl")) if ROOT else []
 NAMES = [n for n in (*kernels.FORWARD, *kernels.BACKWARD) if n.startswith(GPU_KERNELS)]
-
-
-def evidence() -> dict[str, set[str]]:
-    """Hashes of each kernel against which a machine that ran all GPU tests found nothing."""
-    found: dict[str, set[str]] = {}
-    for path in (ROOT / "benchmarks" / "results").glob("*/evidence.json"):
-        run = json.loads(path.read_text())
-        if run["passed"]:
-            for name, digest in run["kernels"].items():
-                found.setdefault(name, set()).add(digest)
-    return found
+SECONDS = 40  # after which no further fingerprint is begun
+pytestmark = pytest.mark.skipif(ROOT is None, reason="evidence and records lie in a checkout")
+on_devices = pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
+needs_compilers = pytest.mark.skipif(bool(nvrtc.missing()) or not launch.available(), reason="needs NVRTC and Triton")
 
 
 def pending() -> set[str]:
@@ -35,31 +40,95 @@ def pending() -> set[str]:
     return {name for text in texts for name in re.findall(r"^- (\w+): \S", text, re.MULTILINE)}
 
 
-def measured_rungs() -> set[tuple[str, str]]:
-    """(rung, hash) of the records of the ladder that are within their error budgets."""
-    files = (ROOT / "benchmarks" / "results").glob("*/ladder.jsonl")
-    found = [r for path in files for r in records.read(path) if r.err_max is not None and r.kernel_hash]
-    return {(r.provider, r.kernel_hash) for r in found if r.err_max <= r.err_budget}
+def is_pending(plans: str) -> bool:
+    return any(plan.split("[")[0] in pending() for plan in plans.split("; "))
 
 
-@pytest.mark.skipif(ROOT is None, reason="evidence lies in a checkout")
-@pytest.mark.parametrize("rung", ladder.load(), ids=lambda r: r.number)
+def sample(of_commit: str = "") -> list[Case]:
+    """All cases in an order that is another one every day."""
+    order = list(dict.fromkeys(cases()))
+    random.Random(f"{date.today()}{of_commit}").shuffle(order)
+    return order
+
+
+@pytest.mark.parametrize("rung", [r for r in ladder.load() if not r.kernel], ids=lambda r: r.number)
 def test_rung_has_a_record_or_is_pending(rung: Rung) -> None:
-    assert f"rung{rung.number}" in pending() or (rung.provider, rung.source_hash()) in measured_rungs(), (
+    files = (ROOT / "benchmarks" / "results").glob("*/ladder.jsonl")
+    found = [r for path in files for r in records.read(path) if r.err_max is not None and r.provider == rung.provider]
+    good = {r.fingerprint for r in found if r.err_max <= r.err_budget}
+    assert f"rung{rung.number}" in pending() or rung.source_hash() in good, (
         f"rung {rung.number} changed since it was measured: run `sartor ladder --record` on a GPU, or name it in"
         f" pending.md as rung{rung.number}, with the reason"
     )
 
 
-@pytest.mark.skipif(ROOT is None, reason="evidence lies in a checkout")
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel_has_evidence_or_is_pending(name: str) -> None:
-    assert name in pending() or kernels.source_hash(name) in evidence().get(name, set()), (
-        f"{name} changed since it was verified: run `sartor verify` on a GPU, or name it in pending.md with the reason"
+    plans = [found.plan for folder in RESULTS for found in Evidence.load(folder).passed.values()]
+    assert name in pending() or any(name in re.findall(r"\w+(?=\[)", plan) for plan in plans), (
+        f"{name} never passed: run `sartor verify` on a GPU, or name it in pending.md with the reason"
     )
 
 
-@pytest.mark.skipif(ROOT is None, reason="records lie in a checkout")
+@on_devices
+def test_plans_are_those_that_passed(folder: Path) -> None:
+    """Of every case: kernels and tiles, which need no compiler."""
+    evidence = Evidence.load(folder)
+    if evidence.device is None or not evidence.passed:
+        pytest.skip("nothing passed yet on a device that is known")
+    for provider, w in dict.fromkeys(cases()):
+        if provider.startswith("rung") or w.mode == "fwd_bwd":
+            continue
+        plan = plan_of(provider, w, Inputs.without_data(w), evidence.device)
+        text = fingerprint.words(plan) if plan else ""
+        if text.startswith(GPU_KERNELS) and not is_pending(text):
+            assert key(provider, w) in evidence.passed, f"{key(provider, w)} never passed: run `sartor verify`"
+            assert evidence.passed[key(provider, w)].plan == text
+
+
+@on_devices
+@needs_compilers
+def test_a_sample_of_fingerprints_is_what_passed(folder: Path) -> None:
+    evidence, start, compared = Evidence.load(folder), time.monotonic(), 0
+    if evidence.device is None or not evidence.passed:
+        pytest.skip("nothing passed yet on a device that is known")
+    for provider, w in sample():
+        passed = evidence.passed.get(key(provider, w))
+        if passed is None or is_pending(passed.plan):
+            continue
+        found = fingerprint.kept(provider, w, evidence.device)
+        assert found == passed, (
+            f"{key(provider, w)} is not what passed: run `sartor verify` on a GPU, or name its kernel in pending.md"
+        )
+        compared += 1
+        if time.monotonic() - start > SECONDS:
+            break
+    print(f"compared {compared} of {len(evidence.passed)}")
+
+
+@on_devices
+@needs_compilers
+def test_evidence_is_what_its_commit_says(folder: Path, tmp_path: Path) -> None:
+    """The commit that it names, where history is there: a fingerprint from that commit's sources, computed by them."""
+    evidence = Evidence.load(folder)
+    if evidence.device is None or not evidence.passed:
+        pytest.skip("nothing passed yet on a device that is known")
+    dirty = json.loads((folder / "evidence.json").read_text()).get("dirty")
+    assert not dirty, "evidence must be of a commit, not of changes beside it"
+    git = ["git", "-C", str(ROOT)]
+    if subprocess.run([*git, "cat-file", "-e", evidence.commit], capture_output=True, check=False).returncode:
+        pytest.skip("the commit is not in this history")
+    archive = subprocess.run([*git, "archive", evidence.commit, "src"], capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", str(tmp_path)], input=archive, check=True)
+    provider, w = next((p, w) for p, w in sample(evidence.commit) if key(p, w) in evidence.passed)
+    command = [sys.executable, "-m", "sartor.lab.measure.fingerprint", json.dumps([provider, asdict(w)])]
+    done = subprocess.run(
+        [*command, str(evidence.device.arch)], cwd=tmp_path / "src", capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == list(evidence.passed[key(provider, w)])
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_csv_is_of_its_records(path: Path, tmp_path: Path) -> None:
     made = tmp_path / "made.csv"

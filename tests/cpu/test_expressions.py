@@ -132,6 +132,7 @@ typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; 
 constexpr float LOG2_E = 1.4426950408889634f;
 int imin(int a, int b) { return a < b ? a : b; }
 float __fdiv_rn(float a, float b) { return a / b; }
+float __fsqrt_rn(float a) { return sqrtf(a); }
 float reciprocal(float x) { return 1 / x; }
 float reciprocal_normal(float x) { return 1 / x; }
 float power2(float x) { return exp2f(x); }
@@ -143,9 +144,10 @@ struct Shape { int seqlen_q, seqlen_kv; };
 ONE = """
 namespace mask%d {
 %s
-extern "C" void run%d(const void* s, const void* u, const void* f, int seqlen_q, int seqlen_kv, bool* out) {
+extern "C" void run%d(
+    const void* s, const void* u, const void* f, const void* t, int seqlen_q, int seqlen_kv, bool* out) {
   const Shape n{seqlen_q, seqlen_kv};
-  const Aux x{(const signed char*)s, seqlen_kv, (const u8*)u, seqlen_kv, (const u16*)f, seqlen_kv, -3, 2.5f};
+  const Aux x{(const signed char*)s, seqlen_kv, (const u8*)u, seqlen_kv, (const u16*)f, seqlen_kv, -3, 2.5f%s};
   for (int q = 0; q < n.seqlen_q; q++)
     for (int kv = 0; kv < n.seqlen_kv; kv++) *out++ = keep(0, 0, q, kv, x, n);
 }
@@ -173,11 +175,12 @@ def test_a_mask_means_in_cpp_what_it_says_in_python(compiled):
     """The text that kernels are made of."""
     made = dialects.make(13, 17)
     programs = [Program.of(mask, None)[0] for mask, _ in made.values()]
-    functions = compiled([ONE % (i, expressions.source(p), i) for i, p in enumerate(programs)])
+    table = ["", ", (const i64*)t, 3, 7"]
+    functions = compiled([ONE % (i, expressions.source(p), i, table[len(p.aux) > 5]) for i, p in enumerate(programs)])
     for i, (name, (mask, want)) in enumerate(made.items()):
         found = torch.zeros(13, 17, dtype=torch.bool)
         tables = [ctypes.c_void_p(t.data_ptr()) for t in (*mask.tensors, found)]
-        getattr(functions, f"run{i}")(*tables[:3], 13, 17, tables[3])
+        getattr(functions, f"run{i}")(*tables[:3], tables[-2], 13, 17, tables[-1])
         assert torch.equal(found, want), name
 
 
@@ -197,7 +200,7 @@ extern "C" void change%d(const float* s, int count, float* out, float* rise) {
 def test_a_score_and_its_derivative_in_cpp(compiled, half):
     """As autograd has them, for scores of numbers alone; for 16-bit operands tanh is coarser."""
     made = {"softcap": mods.softcap(3.0), "nested": mods.softcap(2.0).then(mods.softcap(1.0))}
-    names = "capped", "clipped", "rational", "tripled", "of_signs", "hidden"
+    names = "capped", "clipped", "rational", "tripled", "of_signs", "hidden", "functions", "exponential", "powers"
     made |= {name: score for name, score in dialects.scores(1, 1, 1).items() if name in names}
     functions = compiled([
         SCORE % (i, expressions.source(Program.of(None, score)[0], half=half), i, ", ".join(map(str, score.aux)))

@@ -15,7 +15,7 @@ import torch
 
 import sartor
 from sartor import testing
-from sartor.kernels.parts import launch
+from sartor.kernels.triton import launch
 
 _spec = importlib.util.spec_from_file_location("shared_cases", Path(__file__).with_name("test_triton_interpreter.py"))
 shared = importlib.util.module_from_spec(_spec)
@@ -26,7 +26,7 @@ inputs, verify_as = shared.inputs, testing.verify
 FEATURES = (
     "case_features", "case_dim_v", "case_gqa", "case_bias", "case_no_key_at_all", "case_scale", "case_spoilt",
     "case_dead_keys_of_any_value", "case_strides_after_strides", "case_bits", "case_nothing",
-    "case_whole_tiles_as_planned",
+    "case_whole_tiles_as_planned", "case_what_a_score_reads_is_trained",
 )  # fmt: skip
 INTERPRETED = pytest.mark.skipif(
     shared.INSIDE or not launch.available(), reason="runs the cases in other processes, with Triton"
@@ -84,7 +84,7 @@ def case_healthy_data_is_not_computed_twice(monkeypatch):
 
 def case_split_holds_what_it_says():
     """hi and lo add up to x within 2^-23 of it, or 2^-25 units; units are powers of two."""
-    from sartor.kernels.parts import split
+    from sartor.kernels.triton import split
 
     x = shared.normal(2, 300, 3, 20) * torch.tensor([1e-30, 1.0, 1e30])[:, None]
     x[0, 5, 0, 0], x[1, 200:, 1] = 1e-4, 0.0
@@ -99,7 +99,7 @@ def case_split_holds_what_it_says():
 
 
 def case_split_names_what_it_cannot_hold():
-    from sartor.kernels.parts import split
+    from sartor.kernels.triton import split
 
     x = shared.normal(1, 4 * 128, 1, 16)
     x[0, 0, 0, 0] = torch.inf

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 import sartor
 from sartor import mods, nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
-from sartor.kernels import hopper_backward
 from sartor.kernels.cuda import host
-from sartor.kernels.hopper_forward import LONG, HopperForward, Measure
+from sartor.kernels.hopper import backward as hopper_backward
+from sartor.kernels.hopper.forward import LONG, HopperForward, Measure
 from sartor.kernels.spec import Tile
+from sartor.mods.recent import Recent
 from sartor.plan import choose
 from sartor.problem import Call, Problem
 
@@ -47,7 +48,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(ops, "_PREPARED", {})
+    monkeypatch.setattr(ops, "_PREPARED", Recent(2048))
     return found
 
 
@@ -326,3 +327,80 @@ def test_what_is_not_padded_may_lie_anywhere(driver, dims):
     for address, _, strides in driver.maps:
         assert address % 16 == 0
         assert all(n % 16 == 0 for n in strides)
+
+
+@dataclass
+class Backward:
+    """What was asked for: (kernel, grid, arguments) of each launch, arguments of Triton's launches, workspaces."""
+
+    launches: list[tuple[str, int, tuple[Any, ...]]] = field(default_factory=list)
+    repairs: list[dict[str, Any]] = field(default_factory=list)
+    rooms: list[torch.Tensor] = field(default_factory=list)
+
+
+@pytest.fixture
+def backward(driver, monkeypatch):
+    found, empty = Backward(), torch.empty
+
+    def room(*shape, **options):
+        t = empty(*shape, **options)
+        if len(shape) == 1 and isinstance(shape[0], int) and shape[0] > 1:
+            found.rooms.append(t)
+        return t
+
+    def kernel(binary, name, *_):
+        return SimpleNamespace(launch=lambda grid, values: found.launches.append((name, grid, values)))
+
+    def again(changed, *_):
+        found.repairs.append(changed)
+        return True
+
+    monkeypatch.setattr(hopper_backward.Measure, "compile", lambda _: None)
+    monkeypatch.setattr(hopper_backward.torch, "empty", room)
+    monkeypatch.setattr(nvrtc, "Kernel", kernel)
+    monkeypatch.setattr(hopper_backward.launch, "again", again)
+    return found
+
+
+def gradients(q, k, v, **options):
+    """The backward of one call; what it computes is whatever was in memory."""
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = sartor.attention(q, k, v, **options)
+    dout = torch.zeros_like(out)
+    return dout, *torch.autograd.grad(out, (q, k, v), dout)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_launches_of_a_backward(driver, backward, causal):
+    """Without a mask none is Triton's; all that is needed besides gradients lies in one tensor."""
+    q, k, v = inputs(64, "bshd")
+    dout, dq, dk, dv = gradients(q, k, v, causal=causal)
+    names = [name for name, *_ in backward.launches if name != "hopper_forward"]
+    assert names == ["preprocess", "hopper_backward", "round_dq"]
+    (room,) = backward.rooms
+    places = hopper_backward.room(problem_of(q, k, causal)).places
+    at = {name: place + room.data_ptr() for name, place in places.items()}
+    first, sweep, last = (values for name, _, values in backward.launches if name != "hopper_forward")
+    assert first[1] == dout.data_ptr()
+    assert first[3:7] == (0, at["delta"], at["lse_log2"], at["sums"])
+    assert sweep[4:10] == (at["lse_log2"], at["delta"], dk.data_ptr(), dv.data_ptr(), at["bad_kv"], at["sums"])
+    assert last[:3] == (at["sums"], dq.data_ptr(), at["bad_q"])
+    assert len(backward.repairs) == causal
+    for changed in backward.repairs:
+        assert (changed["bad_kv_ptr"], changed["dq_ptr"]) == (at["bad_kv"], dq.data_ptr())
+
+
+def problem_of(q, k, causal):
+    return Problem.of(Call(q, k, k, causal=causal))
+
+
+def test_rooms_do_not_overlap():
+    """Each part on 128 bytes, and as long as what is written there."""
+    q, k = (torch.empty((2, n, 3, 128), dtype=torch.bfloat16, device="meta") for n in (70, 90))
+    room = hopper_backward.room(problem_of(q, k, True))
+    assert room.sizes == {"sums": 2 * 3 * 128 * 128, "delta": 480, "lse_log2": 480, "bad_q": 12, "bad_kv": 12}
+    parts = sorted((place, 4 * room.sizes[name]) for name, place in room.places.items())
+    assert all(place % 128 == 0 for place, _ in parts)
+    ends = [place + size for place, size in parts]
+    assert all(end <= place for end, (place, _) in zip(ends, parts[1:], strict=False))
+    assert ends[-1] <= 4 * room.length

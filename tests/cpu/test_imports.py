@@ -17,16 +17,34 @@ MAY = {
     "errors": set(),
     "device": set(),
     "checks": set(),
-    "mods": {"checks"},
+    "lengths": {"checks"},
+    "mods": {"checks", "lengths"},
     "problem": {"checks", "mods"},
-    "kernels": {"problem", "device", "mods", "nvrtc"},
-    "nvrtc": set(),
+    "features": {"problem"},
+    "kernels": {"features", "problem", "device", "mods", "nvrtc", "driver"},
+    "cache": set(),
+    "driver": set(),
+    "nvrtc": {"cache", "driver"},
     "tuning": {"kernels", "device", "problem"},
-    "plan": {"kernels", "tuning", "problem", "device", "errors"},
+    "plan": {"features", "kernels", "tuning", "problem", "device", "errors"},
     "ops": {"plan", "kernels", "problem", "device", "mods"},
     "api": {"checks", "ops", "plan", "problem", "device", "mods"},
     "testing": {"api", "kernels", "problem", "mods"},
-    "compat": {"api", "checks", "mods"},
+    "compat": {"api", "checks", "mods", "lengths"},
+    "distributed": {"api", "checks", "compat", "kernels", "mods", "ops", "plan", "problem"},
+    "integrations": {"api", "checks", "compat", "mods", "ops", "problem"},
+    "nn": {"api", "mods"},
+}
+
+
+# Folders of the lab, in the same way: from what is measured to what is shown of it
+LAB_MAY = {
+    "workloads": set(),
+    "ladder": {"workloads"},
+    "measure": {"workloads", "ladder"},
+    "evidence": {"workloads", "ladder", "measure"},
+    "show": {"workloads", "ladder", "measure", "evidence"},
+    "cli": {"workloads", "ladder", "measure", "evidence", "show"},
 }
 
 
@@ -52,17 +70,59 @@ def test_directions(file):
     ours, others = imports(file)
     if part in MAY:
         assert ours - {part, "__version__"} <= MAY[part]
-    if part not in ("kernels", "lab"):
+    if part not in ("kernels", "lengths", "lab"):
         assert "triton" not in others
-    if part not in ("lab", "cli"):
+    if part != "lab":
         assert not others & {"matplotlib", "typer", "rich", "numpy"}
     if part != "lab":
         assert "lab" not in ours or part == "cli"
 
 
+LAB = {
+    ".".join(f.relative_to(ROOT.parent).with_suffix("").parts): f for f in FILES if "lab" in f.relative_to(ROOT).parts
+}
+
+
+def lab_imports(file):
+    """Modules of the lab that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{a.name}" for a in node.names} | {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+    return found & set(LAB)
+
+
+@pytest.mark.parametrize("module", LAB)
+def test_directions_in_the_lab(module):
+    folder = module.split(".")[2:3]
+    if folder and folder[0] != "__init__":
+        others = {m.split(".")[2] for m in lab_imports(LAB[module])} - set(folder)
+        assert others <= LAB_MAY[folder[0]]
+
+
+def test_no_circle_in_the_lab():
+    """Not even by an import inside a function: modules can be put in an order in which each needs only earlier ones."""
+    left = {module: lab_imports(file) - {module} for module, file in LAB.items()}
+    while left:
+        ready = {module for module, needs in left.items() if not needs & set(left)}
+        assert ready, f"these need each other: {sorted(left)}"
+        left = {module: needs for module, needs in left.items() if module not in ready}
+
+
 def test_import_is_light():
     """Nothing but torch; its FLOP counter, for which we register formulas, may bring Triton along."""
-    heavy = ("triton", "matplotlib", "typer", "rich", "sartor.lab", "sartor.cli", "sartor.testing")
+    heavy = (
+        "triton",
+        "matplotlib",
+        "typer",
+        "rich",
+        "sartor.lab",
+        "sartor.cli",
+        "sartor.testing",
+        "sartor.distributed",
+    )
     code = f"import sys, sartor; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     light = subprocess.run(

@@ -11,29 +11,19 @@ import pytest
 import torch
 
 from sartor.device import ARCHITECTURES
-from sartor.lab import (
-    ablation,
-    accuracy,
-    climb,
-    fresh,
-    ladder,
-    plots,
-    providers,
-    records,
-    report,
-    roofline,
-    suites,
-    tables,
-    timing,
-    views,
-)
-from sartor.lab.accuracy import Judge
-from sartor.lab.bench import Session, plan_of
-from sartor.lab.memory import peak_mib
-from sartor.lab.records import CEILINGS, Record, Run, Store
-from sartor.lab.suites import Suite
-from sartor.lab.timing import Budget
-from sartor.lab.workloads import Inputs, Workload
+from sartor.lab.evidence.evidence import Evidence
+from sartor.lab.ladder import catalogue as ladder
+from sartor.lab.measure import ablation, accuracy, fresh, providers, records, roofline, timing
+from sartor.lab.measure.accuracy import Judge
+from sartor.lab.measure.bench import Session
+from sartor.lab.measure.fingerprint import key as case
+from sartor.lab.measure.memory import peak_mib
+from sartor.lab.measure.records import CEILINGS, Record, Run, Store
+from sartor.lab.measure.timing import Budget
+from sartor.lab.show import climb, report, tables, views
+from sartor.lab.workloads import suites
+from sartor.lab.workloads.suites import Suite
+from sartor.lab.workloads.workload import Inputs, Workload
 from sartor.problem import Call, Problem
 
 CPU = torch.device("cpu")
@@ -44,7 +34,7 @@ CONTRACT = [
     "run_id", "suite", "provider", "mode", "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim",
     "dim_v", "mask", "ms", "ms_p20", "ms_p80", "tflops", "gbps", "pct_ceiling", "peak_mem_mib", "host_us",
     "first_call_s", "err_rel", "err_max", "err_budget", "skipped", "plan", "device", "clock_mhz_before",
-    "clock_mhz_after", "driver", "cuda", "torch", "triton", "commit", "dirty", "kernel_hash", "time",
+    "clock_mhz_after", "driver", "cuda", "torch", "triton", "commit", "dirty", "fingerprint", "time",
 ]  # fmt: skip
 
 
@@ -87,7 +77,7 @@ def test_a_run_becomes_records_csv_and_tables(tmp_path: Path, fast_ceilings: Non
     assert ours.errors["out rel"] == pytest.approx(ours.err_rel)
     assert ours.errors["lse max"] < 1e-5
     assert set(by_name["sdpa", "bwd"].errors) == {f"{n} {what}" for n in ("dq", "dk", "dv") for what in ("rel", "max")}
-    assert ours.kernel_hash
+    assert ours.fingerprint is None  # of a kernel that launches nothing
     assert ours.plan
     flash = by_name["sdpa-flash", "fwd"]
     assert flash.ms is None
@@ -350,27 +340,18 @@ def test_errors_are_told_result_by_result() -> None:
 def test_figures_without_evidence_say_so(tmp_path: Path) -> None:
     folder = tmp_path / "h200"
     folder.mkdir()
-    ours = record(plan="triton_forward[128x64 w4 s2] grid", kernel_hash="abc")
+    ours = record(plan="triton_forward[128x64 w4 s2] grid", fingerprint="abc")
     (folder / "head-dims.jsonl").write_text(ours.to_json() + "\n")
     assert "unverified" in report.render("h200/head-dims/fwd", tmp_path)
-    evidence = {"kernels": {"triton_forward": "abc"}, "failed": 0, "over_budget": 0, "passed": 3}
-    (folder / "evidence.json").write_text(json.dumps(evidence))
-    assert "unverified" not in report.render("h200/head-dims/fwd", tmp_path)
-    (folder / "evidence.json").write_text(json.dumps(evidence | {"kernels": {}}))
-    assert "unverified" in report.render("h200/head-dims/fwd", tmp_path)
-
-
-def test_figures_of_another_plan_say_so(tmp_path: Path) -> None:
-    """A tile that the record's problem is not given any more."""
-    folder, w = tmp_path / "h200", Workload(1, 2, 2, 256, 256, 64, 64)
-    folder.mkdir()
-    evidence = {"kernels": {"triton_forward": "abc"}, "device_name": ARCHITECTURES[90].name}
-    (folder / "evidence.json").write_text(json.dumps(evidence))
-    plan = plan_of("sartor:triton", w, Inputs.without_data(w), ARCHITECTURES[90])
-    for text, marked in ((str(plan), False), (str(plan).replace("[", "[1"), True)):
-        ours = replace(Record.of(Run.start("paper", CPU), "sartor:triton", w), ms=1.0, plan=text, kernel_hash="abc")
-        (folder / "paper.jsonl").write_text(ours.to_json() + "\n")
-        assert ("unverified" in report.render("h200/paper/fwd", tmp_path)) == marked
+    passed = {case(ours.provider, ours.workload): ["triton_forward[128x64 w4 s2]", "abc"]}
+    other = {name: [plan, "abd"] for name, (plan, _) in passed.items()}
+    for found, marked in (
+        (passed, False),
+        ({}, True),
+        (other, True),
+    ):
+        (folder / "evidence.json").write_text(json.dumps({"fingerprints": found}))
+        assert ("unverified" in report.render("h200/head-dims/fwd", tmp_path)) == marked
 
 
 def test_report_rewrites_between_markers_only(tmp_path: Path) -> None:
@@ -390,7 +371,7 @@ def test_plots_are_drawn_from_records(tmp_path: Path) -> None:
         record(provider=name, seqlen_q=n, seqlen_kv=n, mask=mask, ms=n / 100, peak_mem_mib=n / 10, suite="tiny")
         for name in ("sartor", "sdpa", "sartor:triton") for n in (512, 1024, 2048) for mask in ("full", "causal")
     ]  # fmt: skip
-    files = plots.draw(found, tmp_path, ("latency", "memory", "head_dims", "grid"))
+    files = views.drawn(found, tmp_path, ("latency", "memory", "head_dims", "grid"))
     assert [f.name for f in files] == [
         "tiny-latency.png", "tiny-memory.png", "tiny-tflops.png", "tiny-fwd-float32.png"
     ]  # fmt: skip
@@ -406,8 +387,8 @@ def test_every_commit_of_a_table_is_named() -> None:
 
 def test_a_rung_of_other_sources_is_called_unverified() -> None:
     rungs = [ladder.find("01"), ladder.find("02")]
-    rows = [record(provider=rung.provider, kernel_hash=rung.source_hash()) for rung in rungs]
-    assert climb.outdated(rows) == []
-    rows[1].kernel_hash = "0" * 16
-    (said,) = climb.outdated([*rows, record()])
+    rows = [record(provider=rung.provider, plan="grid=1", fingerprint=rung.source_hash()) for rung in rungs]
+    assert climb.outdated(rows, Evidence().covers) == []
+    rows[1].fingerprint = "0" * 16
+    (said,) = climb.outdated([*rows, record()], Evidence().covers)
     assert said.endswith(": rung:02.")

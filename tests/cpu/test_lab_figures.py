@@ -12,12 +12,15 @@ import torch
 from test_lab_bench import CPU, SMALL, record
 
 from sartor import testing
-from sartor.lab import accuracy, bench, check, providers, records, report, roofline, tables, timing, verify
-from sartor.lab.accuracy import Judge, Verdict
-from sartor.lab.bench import Session
-from sartor.lab.records import CEILINGS, Run
-from sartor.lab.timing import Timing
-from sartor.lab.workloads import Inputs, Workload
+from sartor.lab.evidence import verify
+from sartor.lab.measure import accuracy, bench, check, providers, records, roofline, timing
+from sartor.lab.measure.accuracy import Judge, Verdict
+from sartor.lab.measure.bench import Session
+from sartor.lab.measure.fingerprint import key
+from sartor.lab.measure.records import CEILINGS, Run
+from sartor.lab.measure.timing import Timing
+from sartor.lab.show import report, tables
+from sartor.lab.workloads.workload import Inputs, Workload
 
 
 @pytest.mark.parametrize(("mode", "wrong", "times", "ok"), [
@@ -57,12 +60,13 @@ def test_a_table_says_what_of_it_is_unverified(tmp_path: Path, view: str) -> Non
     facts = {"ms": 1.0, "peak_mem_mib": 1.0, "host_us": 1.0, "err_rel": 1e-7, "err_max": 1e-7, "err_budget": 1.0,
              "errors": {"out rel": 1e-7, "out max": 1e-7}, "tflops": 1.0}  # fmt: skip
     rows = [
-        record(seqlen_q=n, plan="triton_forward[128x64 w4 s2] grid", kernel_hash=kept, **facts)
+        record(seqlen_q=n, plan="triton_forward[128x64 w4 s2] grid", fingerprint=kept, **facts)
         for n, kept in ((48, "abc"), (49, "old"))
     ]
     folder = tmp_path / "h200"
     folder.mkdir()
-    (folder / "evidence.json").write_text(json.dumps({"kernels": {"triton_forward": "abc"}}))
+    passed = {key(r.provider, r.workload): ["triton_forward[128x64 w4 s2]", "abc"] for r in rows}
+    (folder / "evidence.json").write_text(json.dumps({"fingerprints": passed}))
     for some, said in ((rows[:1], False), (rows, True)):
         (folder / "tiny.jsonl").write_text("".join(r.to_json() + "\n" for r in some))
         assert ("unverified" in report.render(f"h200/tiny/{view}", tmp_path)) == said

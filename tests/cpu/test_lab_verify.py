@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sartor.lab import check, verify
-from sartor.lab.workloads import Workload
+from sartor.lab.evidence import verify
+from sartor.lab.measure import check
+from sartor.lab.measure.fingerprint import Found
+from sartor.lab.show import tables
+from sartor.lab.workloads.workload import Workload
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="a" name="ok"/><testcase classname="a" name="no"><failure/></testcase>
@@ -44,7 +47,7 @@ def test_check_judges_a_kernel_by_name(mode: str) -> None:
     row = check.judge(Workload(1, 2, 1, 40, 40, 24, 24, "float32", "causal", mode), torch.device("cpu"), "reference")
     assert row.ok
     assert row.plan.startswith("reference")
-    assert check.table([row]).rows[0][-1] == "ok"
+    assert tables.checks([row]).rows[0][-1] == "ok"
 
 
 def outcome(*failures: str, passed: int = 700) -> dict:
@@ -64,3 +67,11 @@ def test_failures_speak_against_the_kernels_they_are_about():
 def test_no_kernel_is_sound_by_tests_that_did_not_run():
     assert verify.sound(outcome(passed=0), []) == []
     assert verify.sound(outcome(*["tests.gpu.test_gpu_rungs::test_budget[09]"] * verify.STOP_AT), []) == []
+
+
+def test_a_plan_is_sound_if_all_its_kernels_are():
+    sound = ["hopper_forward", "triton_backward"]
+    for plan, ok in (("hopper_forward[128x128 w12 s6]", True), ("hopper_fp32[64x64 w8 s4]", False),
+                     ("hopper_forward[64x64 w8 s2]; triton_backward[64x64 w4 s2, 64x64 w4 s2]", True),
+                     ("hopper_forward[64x64 w8 s2]; hopper_backward[64x64 w8 s2]", False)):  # fmt: skip
+        assert verify.of_sound(Found(plan, "abc"), sound) == ok

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sartor.lab import suites
-from sartor.lab.providers import get, names, options
-from sartor.lab.workloads import Inputs, Pattern, Workload, document_ids, key_span
+from sartor.lab.measure.providers import get, names, options
+from sartor.lab.workloads import suites
+from sartor.lab.workloads.workload import Inputs, Pattern, Workload, document_ids, key_span
 
 MASKS = ["full", "causal", "causal_top_left", "window5", "prefix7", "window3+prefix9", "causal_top_left+window4"]
 

@@ -12,12 +12,16 @@ import torch
 from typer.testing import CliRunner
 
 from sartor import testing
-from sartor.cli import app
 from sartor.device import ARCHITECTURES, CPU
-from sartor.kernels.parts import launch
-from sartor.lab import climb, header, ladder, profile, report, rung, suites
-from sartor.lab.records import CEILINGS, Record, Run
-from sartor.lab.workloads import Workload
+from sartor.kernels.triton import launch
+from sartor.lab.cli.app import app
+from sartor.lab.ladder import catalogue as ladder
+from sartor.lab.ladder import header, rung
+from sartor.lab.measure import profile
+from sartor.lab.measure.records import CEILINGS, Record, Run
+from sartor.lab.show import climb, report, views
+from sartor.lab.workloads import suites
+from sartor.lab.workloads.workload import Workload
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 RUNGS = ladder.load()
@@ -193,9 +197,7 @@ def test_report_writes_the_views_of_the_ladder(tmp_path: Path) -> None:
 
 
 def test_plots_of_the_ladder(tmp_path: Path) -> None:
-    from sartor.lab import plots
-
-    files = plots.draw(some(), tmp_path, ("climb",))
+    files = views.drawn(some(), tmp_path, ("climb",))
     assert [f.name for f in files] == ["ladder-climb.png", "ladder-latency.png"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sartor import nvrtc
+from sartor import cache, driver, nvrtc
 
 if nvrtc.missing():
     pytest.skip(nvrtc.missing(), allow_module_level=True)
@@ -71,7 +72,7 @@ def test_everything_it_depends_on_is_in_the_name(folder, tmp_path):
     assert len(list(folder.glob("*.cubin"))) == 6
 
 
-@pytest.mark.parametrize("damage", [b"", b"sartor cubin 1\n", b"x" * 5000])
+@pytest.mark.parametrize("damage", [b"", b"sartor cubin 2\n", b"x" * 5000])
 def test_damaged_file_is_made_again(folder, monkeypatch, damage):
     first = compiled()
     (file,) = folder.glob("*.cubin")
@@ -101,7 +102,65 @@ def test_processes(folder):
     runs = [subprocess.Popen([sys.executable, "-c", text], env=os.environ.copy()) for _ in range(4)]
     assert [run.wait() for run in runs] == [0] * 4
     assert [file.suffix for file in folder.iterdir()] == [".cubin"]
-    assert nvrtc._read(next(folder.iterdir())) is not None
+    assert cache.contents() == (1, next(folder.iterdir()).stat().st_size, ())
+
+
+def test_a_file_under_another_name_is_not_read(folder, monkeypatch):
+    """Its checksum is right, but it was compiled for something else."""
+    two, three = compiled(2.0), compiled(3.0)
+    files = sorted(folder.glob("*.cubin"))
+    data = [file.read_bytes() for file in files]
+    for file, other in zip(files, reversed(data), strict=True):
+        file.write_bytes(other)
+    forget(monkeypatch)
+    assert (compiled(2.0).cubin, compiled(3.0).cubin) == (two.cubin, three.cubin)
+    assert two.cubin != three.cubin
+
+
+def test_only_the_owner_may_write_the_cache(folder):
+    cache.write("k" * 64, b"code")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert cache.read("k" * 64) == b"code"
+    for place in (folder, next(folder.iterdir())):
+        mode = place.stat().st_mode
+        for loose in (0o020, 0o002):
+            place.chmod(mode | loose)
+            assert cache.read("k" * 64) is None
+            (said,) = cache.contents().ignored
+            assert said.startswith(f"{place} is ignored: expected that only its owner may write it, got mode ")
+        place.chmod(mode)
+    assert cache.read("k" * 64) == b"code"
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner here")
+def test_what_another_user_owns_is_not_read(folder, monkeypatch):
+    cache.write("k" * 64, b"code")
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert cache.read("k" * 64) is None
+    assert "as its owner, got" in cache.contents().ignored[0]
+
+
+def test_a_link_is_not_read(folder, tmp_path):
+    cache.write("k" * 64, b"code")
+    (file,) = folder.iterdir()
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert cache.read("k" * 64) is None
+    assert "got a link" in cache.contents().ignored[0]
+
+
+def test_the_least_recently_used_files_go(folder, monkeypatch):
+    for i in range(4):
+        cache.write(str(i) * 64, b"x" * 1000)
+        os.utime(folder / f"{str(i) * 40}.cubin", (i, i))
+    assert cache.read("0" * 64)  # which is in use again
+    size = cache.contents().size
+    assert cache.bound(size // 2) == 2
+    assert [cache.read(str(i) * 64) is not None for i in range(4)] == [True, False, False, True]
+    monkeypatch.setattr(cache, "LIMIT", size // 4)
+    cache.write("5" * 64, b"x" * 1000)
+    assert cache.contents().files == 1
 
 
 def test_error_holds_the_log():
@@ -127,10 +186,18 @@ def test_missing_compiler_is_a_reason(monkeypatch):
 
 def test_arguments_of_a_launch():
     """Values lie where the pointers say, in the order and size of the signature."""
-    import ctypes
-
-    frame = nvrtc._Frame("MPif")
-    frame.packer.pack_into(frame.values, 0, b"m" * 128, 2**40, -3, 0.5)
+    frame = driver.Frame("MPif")
+    frame.write((b"m" * 128, 2**40, -3, 0.5))
     kinds = (ctypes.c_char * 128, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float)
     found = [kind.from_address(at) for kind, at in zip(kinds, frame.pointers, strict=True)]
     assert (found[0].raw, found[1].value, found[2].value, found[3].value) == (b"m" * 128, 2**40, -3, 0.5)
+
+
+def test_fixed_arguments_of_a_launch():
+    """A launch writes the others, wherever in the order they stand."""
+    frame = driver.Frame("iPfP", {0: 7, 2: 1.5})
+    for addresses in ((2**40, 3), (5, 2**50)):
+        frame.write(addresses)
+        kinds = (ctypes.c_int32, ctypes.c_uint64, ctypes.c_float, ctypes.c_uint64)
+        found = [kind.from_address(at).value for kind, at in zip(kinds, frame.pointers, strict=True)]
+        assert found == [7, addresses[0], 1.5, addresses[1]]

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sartor.lab import report, suites
+from sartor import cli
+from sartor.lab.show import report
+from sartor.lab.workloads import suites
+from sartor.lab.workloads.suites import tomllib
 
 ROOT = suites.checkout()
 pytestmark = pytest.mark.skipif(ROOT is None, reason="needs a checkout")
@@ -21,6 +24,30 @@ def test_importing_sartor_touches_torch_only() -> None:
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
     assert loaded("sartor") == loaded("torch.utils.flop_counter")  # where the FLOP formulas go; it looks for Triton
+
+
+def test_torch_is_all_that_is_needed() -> None:
+    """A call on a CPU works where nothing else can be imported, and the command says in one line what is missing."""
+    hidden = "sys.modules.update(dict.fromkeys(['numpy', 'typer', 'rich', 'matplotlib']))"
+    call = "import torch, sartor; q = torch.randn(1, 8, 2, 16); print(sartor.attention(q, q, q, causal=True).shape)"
+    code = f"import sys; {hidden}; {call}"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([1, 8, 2, 16])" in done.stdout
+
+
+def test_the_command_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "typer" else find_spec(name))
+    with pytest.raises(SystemExit, match=r"the command line needs sartor\[lab\]: pip install 'sartor\[lab\]'"):
+        cli.main()
+
+
+def test_no_extra_contradicts_the_triton_that_torch_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [name.split(">")[0] for name in project["dependencies"]] == ["torch"]
+    (triton,) = (name for name in project["optional-dependencies"]["gpu"] if name.startswith("triton"))
+    assert triton.split(";")[0].strip() == "triton"
+    assert set(cli.LAB) <= {name.split(">")[0] for name in project["optional-dependencies"]["lab"]}
 
 
 @pytest.mark.parametrize("name", report.FILES)

@@ -8,29 +8,36 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sartor import kernels
-from sartor.cli import app
-from sartor.lab import refresh, suites
-from sartor.lab.records import Record
-from sartor.lab.refresh import Stage
-from sartor.lab.report import GPU_KERNELS
-from sartor.lab.workloads import Workload
+from sartor.lab.cli.app import app
+from sartor.lab.evidence import refresh
+from sartor.lab.evidence.refresh import Stage
+from sartor.lab.measure.fingerprint import Found, key
+from sartor.lab.measure.records import Record
+from sartor.lab.workloads import suites
+from sartor.lab.workloads.workload import Workload
 
-NAMES = [name for name in (*kernels.FORWARD, *kernels.BACKWARD) if name.startswith(GPU_KERNELS)]
+PLAN = "hopper_forward[128x128 w12 s6]"
 ENVIRONMENT = {"device": "h200", "driver": "", "cuda": "", "torch": "", "triton": "", "commit": "", "dirty": None}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Of a device on which every kernel was verified, and one suite measured: one second for each of its workloads."""
-    hashes = {name: kernels.source_hash(name) for name in NAMES}
-    (tmp_path / "evidence.json").write_text(json.dumps({"kernels": hashes, "seconds": 300.0}))
+def now(monkeypatch: pytest.MonkeyPatch) -> dict[str, Found]:
+    """Fingerprints of today, of one suite."""
+    found = {key("sartor", w): Found(PLAN, "of today") for w, _ in suites.load("turns").cases}
+    monkeypatch.setattr(refresh, "present", lambda tell: found)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, now: dict[str, Found]) -> Path:
+    """Of a device on which all of them passed, and one suite was measured: one second for each of its workloads."""
+    (tmp_path / "evidence.json").write_text(json.dumps({"fingerprints": now, "seconds": 300.0}))
     write(tmp_path, suites.load("turns").cases)
     return tmp_path
 
 
 def write(folder: Path, cases, **changed) -> None:
-    plan = {"plan": "hopper_forward[128x128 w12 s6]", "kernel_hash": kernels.source_hash("hopper_forward"), **changed}
+    plan = {"plan": PLAN, "fingerprint": "of today", **changed}
     lines = []
     for i, (w, who) in enumerate(cases):
         for name in who:
@@ -60,10 +67,10 @@ def test_other_sources_and_missing_workloads_are_stale(folder: Path) -> None:
     whole = len(cases) + refresh.START_S
     write(folder, cases[: len(cases) // 2])
     assert commands(folder)[TURNS] == whole + refresh.START_S
-    write(folder, cases, kernel_hash="of yesterday")
+    write(folder, cases, fingerprint="of yesterday")
     assert commands(folder)[TURNS] == whole
     evidence = json.loads((folder / "evidence.json").read_text())
-    evidence["kernels"]["hopper_forward"] = "of yesterday"  # as after a change of the kernel: neither is of today
+    evidence["fingerprints"][key("sartor", cases[0][0])][1] = "of yesterday"  # as after a change: neither is of today
     (folder / "evidence.json").write_text(json.dumps(evidence))
     assert next(iter(commands(folder))) == "sartor verify"
     assert TURNS in commands(folder)
@@ -87,7 +94,7 @@ def test_first_calls_are_made_ahead() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-def test_without_a_gpu_it_only_lists() -> None:
+def test_without_a_gpu_it_only_lists(now: dict[str, Found]) -> None:
     runner = CliRunner()
     found = runner.invoke(app, ["refresh"])
     assert found.exit_code == 2

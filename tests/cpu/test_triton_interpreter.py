@@ -22,8 +22,8 @@ import torch
 import dialects
 import sartor
 from sartor import mods, testing
-from sartor.kernels.parts import launch
 from sartor.kernels.spec import Tile
+from sartor.kernels.triton import launch
 from sartor.problem import Call, Problem
 from sartor.tuning import table
 
@@ -203,6 +203,29 @@ def case_features(name):
 def case_scores_of_every_operator(name):
     score = dialects.scores(2, 40, 50)[name]
     verify(*inputs(sq=40, skv=50), causal=True, score=score, through_lse=name not in dialects.OF_PLACES)
+
+
+TRAINED = {  # by name: a score of tensors that are trained, in their shapes: read at places, or at the position
+    "relative": (lambda t, u: lambda s, b, h, q, kv: s * mods.sigmoid(u[h]) + t[h, q - kv + 49] ** 2, (2, 90), (2,)),
+    "of_rows": (lambda t, u: lambda s, b, h, q, kv: s + t[q] * u[b, kv], (40,), (2, 50)),
+    "of_pairs": (lambda t, u: lambda s, b, h, q, kv: s + t[q, kv] + u[kv // 3, h], (40, 50), (17, 2)),
+    "shared": (lambda t, u: lambda s, b, h, q, kv: mods.tanh(s * t[q // 2]) + t[h] * s + u[1, kv], (20,), (2, 50)),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def case_what_a_score_reads_is_trained(name):
+    make, *shapes = TRAINED[name]
+    q, k, v = inputs(b=2, sq=40, skv=50, requires_grad=True)
+    leaves = q, k, v, *(normal(*shape, seed=len(shape)).requires_grad_() for shape in shapes)
+    options = {"score": mods.Score(make(*leaves[3:])), "causal": True}
+    out, want = (sartor.attention(q, k, v, kernel=kernel, **options) for kernel in (KERNEL, "reference"))
+    for _ in range(2):  # as launched anew, and again
+        found = torch.autograd.grad(out, leaves, testing.make_like(out), retain_graph=True)
+    for d, exact in zip(found, torch.autograd.grad(want, leaves, testing.make_like(out)), strict=True):
+        assert torch.allclose(d, exact, rtol=1e-4, atol=1e-5 * exact.abs().max().item())
+    with pytest.raises(sartor.Unsupported, match="reads in any order, got deterministic=True"):
+        torch.autograd.grad(sartor.attention(q, k, v, kernel=KERNEL, deterministic=True, **options).sum(), leaves)
 
 
 def case_a_score_that_is_infinite_at_0():
@@ -408,7 +431,7 @@ def case_bits():
 
 def case_source_has_no_numbers():
     """A window's size, a prefix's length and a softcap go through `aux`: a new one compiles nothing."""
-    from sartor.kernels.parts import codegen
+    from sartor.kernels.triton import codegen
 
     q, k, v = (torch.empty(1, 64, 2, 16) for _ in range(3))
 

@@ -9,11 +9,14 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sartor import kernels, mods
 from sartor.device import ARCHITECTURES
-from sartor.kernels.spec import Tile
-from sartor.lab import search
+from sartor.kernels.spec import Tile, _legal, legal
+from sartor.lab.measure import search
+from sartor.plan import choose, choose_backward
 from sartor.problem import Call, Problem, mask_class
 from sartor.tuning import table
 
@@ -162,3 +165,50 @@ def test_hopper_candidates(dim):
     row = table.find(kernels.load("hopper_forward"), problem(4096, dim), DEVICE)
     assert "sm90" in row.source
     assert row.tile in found
+
+
+PLANNED = {"hopper_forward": 16, "hopper_fp32": 32, "fp32_forward": 32, "triton_forward": 16, "hopper_backward": 16,
+           "hopper_fp32_backward": 32, "fp32_backward": 32, "triton_backward": 16}  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.tuples(st.integers(1, 3000), st.integers(2, 3000) | st.integers(1, 40).map(lambda n: 16 * n)),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1), (16, 1)]), dim=st.sampled_from([40, 64, 128, 256]),
+    batch=st.integers(1, 4), options=st.sampled_from([{}, {"causal": True}, {"softcap": 3.0}]),
+    arch=st.sampled_from([80, 90]),
+)  # fmt: skip
+def test_a_class_of_lengths_has_the_tiles_of_each(lengths, heads, dim, batch, options, arch):
+    """Whatever the kernel: what is enumerated once for a class is what a length of it would find by itself."""
+    (sq, skv), (hq, hkv), dev = lengths, heads, ARCHITECTURES[arch]
+    for name, bits in PLANNED.items():
+        if not (arch == 80 and name.startswith("hopper")):
+            dtype = torch.bfloat16 if bits == 16 else torch.float32
+            q, k = (torch.empty((batch, n, h, dim), dtype=dtype, device="meta") for n, h in ((sq, hq), (skv, hkv)))
+            spec, p = kernels.load(name), Problem.of(Call(q, k, k, **options))
+            if not ("hopper" in name and "fp32" in name and dim > 128):
+                assert legal(spec, p, dev) == tuple(spec.tiles(p, dev))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_new_length_searches_nothing(monkeypatch, dtype, options):
+    """Tiles are enumerated for classes of lengths, of which a thousand lengths have a few dozen."""
+    counts = Counter()
+    _legal.cache_clear()
+    for name in PLANNED:
+        spec = type(kernels.load(name))
+
+        def tiles(self, p, dev, tiles=spec.__dict__["tiles"]):
+            counts[self.name] += 1
+            return tiles(self, p, dev)
+
+        monkeypatch.setattr(spec, "tiles", tiles)
+    for n in range(1, 1000):
+        q = torch.empty((2, 3 * n, 4, 128), dtype=dtype, device="meta")
+        p = Problem.of(Call(q, q, q, **options))
+        choose.__wrapped__(p, DEVICE)
+        choose_backward.__wrapped__(p, DEVICE)
+    _legal.cache_clear()
+    assert counts
+    assert max(counts.values()) <= 60

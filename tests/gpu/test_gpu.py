@@ -16,7 +16,7 @@ import torch
 import dialects
 import sartor
 from sartor import mods, ops, testing
-from sartor.kernels import hopper_forward
+from sartor.kernels.hopper import forward as hopper_forward
 from sartor.plan import choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -38,7 +38,7 @@ def check(q, k, v, dout=None, dlse=None, **options):
     """By budget."""
     dout = testing.make_like(q) if dout is None else dout
     found = gradients(q, k, v, dout, dlse, **options)._asdict()
-    found = {name: gradient for name, gradient in found.items() if gradient is not None}
+    found = {name: gradient for name, gradient in found.items() if gradient is not None and name != "dtables"}
     testing.check_all(found, q, k, v, dout, dlse, **options)
 
 
@@ -50,7 +50,7 @@ def test_masks(dim, options, deterministic):
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("dim", "deterministic"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("dim", "deterministic"), [*WAYS.values(), (64, False)], ids=[*WAYS, "one sweep of 64"])
 def test_lengths(lengths, causal, dim, deterministic):
     check(*inputs(hq=6, sq=lengths[0], skv=lengths[1], d=dim), causal=causal, deterministic=deterministic)
 
@@ -97,6 +97,23 @@ def test_rows_of_dout():
     q, k, v = inputs()
     check(q, k, v, torch.ones(1, dtype=BF16, device="cuda").expand(q.shape))
     check(q, k, v, torch.nn.functional.pad(testing.make_like(q), (1, 0))[..., 1:])
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_preprocess(dim):
+    """out in float32, and one an element off 16 bytes: the gradients are the same but for what rounding out changes."""
+    q, k, v = inputs(d=dim)
+    dout, call = testing.make_like(q), Call(q, k, v)
+    plain = gradients(q, k, v, dout)
+    wide = gradients(q, k, v, dout.float(), out_dtype=torch.float32)
+    out, lse = sartor.attention(q, k, v, return_lse=True)
+    off = torch.nn.functional.pad(out, (1, 0))[..., 1:]
+    p, device, spec = Problem.of(call), Device.of(torch.device("cuda")), kernels.load("hopper_backward")
+    plan = Plan(spec, p, device, next(iter(spec.tiles(p, device))), "test")
+    moved = spec.run(plan, Operands(q, k, v), Saved(off, lse, dout, None))
+    for x, y, z in zip(plain[:3], wide[:3], moved[:3], strict=True):
+        assert (x - y).norm() <= 4 * torch.finfo(BF16).eps * x.norm()
+        assert (x - z).norm() <= 2 * torch.finfo(BF16).eps * x.norm()
 
 
 def test_strided_inputs():

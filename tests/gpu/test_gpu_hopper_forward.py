@@ -13,7 +13,7 @@ import torch
 import sartor
 from sartor import kernels, mods, nvrtc, ops, testing
 from sartor.device import Device
-from sartor.kernels import hopper_forward
+from sartor.kernels.hopper import forward as hopper_forward
 from sartor.kernels.spec import Operands, Plan, Tile
 from sartor.plan import choose
 from sartor.problem import Call, Problem, aux_values

@@ -7,9 +7,10 @@ import torch
 
 from sartor import testing
 from sartor.device import Device
-from sartor.lab import ladder, rung
-from sartor.lab.rung import Rung
-from sartor.lab.workloads import Workload
+from sartor.lab.ladder import catalogue as ladder
+from sartor.lab.ladder import rung
+from sartor.lab.ladder.rung import Rung
+from sartor.lab.workloads.workload import Workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 LENGTHS = (1, 63, 257, 1000)

@@ -24,7 +24,7 @@ FOUND = 9  # the sanitizer's exit code when it finds something
 PROGRAM = """
 import torch, sartor
 from sartor import mods, testing
-from sartor.kernels import hopper_forward
+from sartor.kernels.hopper import forward as hopper_forward
 suited = hopper_forward.Measure.suited
 hopper_forward.Measure.suited = lambda m, dev: {suited}  # several warpgroups, as on large problems
 hopper_forward.LONG = 1  # parts likewise

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from sartor.lab.timing import Budget, interleave
+from sartor.lab.measure.timing import Budget, interleave
 
 # slow: alone on its GPU, which `sartor verify` gives to many tests at a time
 pytestmark = [

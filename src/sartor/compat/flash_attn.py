@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -9,14 +10,16 @@ import torch
 from sartor.api import attention
 from sartor.checks import boolean, dense, is_integer, slopes, slopes_without_gradient
 from sartor.compat.arguments import named, no_dropout
-from sartor.mods import cached, cached_alibi, packed, packed_alibi
-from sartor.mods.masks import known
+from sartor.lengths.append import append
+from sartor.lengths.intervals import Cache, cached_table
+from sartor.mods.masks import ends_of, of_cache, packed_as
+from sartor.mods.scores import alibi_of_cache, packed_alibi
 
 Tensor = torch.Tensor
 Window = tuple[int | None, int | None]
 Result = Tensor | tuple[Tensor, Tensor, None]
-NAMES = {"window": "window_size", "return_lse": "return_attn_probs", "cu_seqlens_kv": "cu_seqlens_k"}
-CACHE_NAMES = {"window": "window_size", "return_lse": "return_softmax_lse", "lengths": "cache_seqlens"}
+NAMES = {"window": "window_size", "return_lse": "return_attn_probs"}
+CACHE_NAMES = {"window": "window_size", "return_lse": "return_softmax_lse"}
 
 _attend_to_cache = named({"k": "k_cache", "v": "v_cache"})(attention)
 
@@ -138,14 +141,18 @@ def flash_attn_varlen_func(
 
     Returns:
         out (total_q, heads_q, dim); with return_attn_probs (out, lse, None), lse (heads_q, total_q).
-        The mask is made anew by each call: layers that share lengths spare that with `sartor.mods.packed`.
+        The mask is made anew by each call, on a GPU by one small kernel: layers that share lengths spare that with
+        `sartor.mods.packed`.
+
+    Raises:
+        ValueError: also for values of cu_seqlens that are wrong; `sartor.check` says when they are looked at.
     """
     no_dropout(dropout_p)
     if block_table is not None:
         raise NotImplementedError("block_table must be None: pages of keys are not supported yet")
     _check_dims("tokens, heads, dim", q=q, k=k, v=v)
-    lengths = q.shape[0], k.shape[0]
-    mask = packed(cu_seqlens_q, cu_seqlens_k, *lengths, boolean("causal", causal), window_size)
+    lengths, sides = (q.shape[0], k.shape[0]), ends_of(boolean("causal", causal), window_size)
+    mask = packed_as("cu_seqlens_k", cu_seqlens_q, cu_seqlens_k, lengths, sides)
     if cu_seqlens_q.device != q.device:
         raise ValueError(f"cu_seqlens_q must be on the device of q, {q.device}, got {cu_seqlens_q.device}")
     score = None
@@ -154,10 +161,10 @@ def flash_attn_varlen_func(
         slopes_without_gradient(alibi_slopes)
         score = packed_alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, lengths[0])
     result = attention(
-        q[None], k[None], v[None], mask=mask, score=score, softmax_scale=softmax_scale, softcap=softcap,
-        deterministic=deterministic, return_lse=return_attn_probs,
+        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask=mask, score=score, softmax_scale=softmax_scale,
+        softcap=softcap, deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
-    return (result[0][0], result[1][0], None) if isinstance(result, tuple) else result[0]
+    return (result[0].squeeze(0), result[1].squeeze(0), None) if isinstance(result, tuple) else result.squeeze(0)
 
 
 @named(CACHE_NAMES)
@@ -189,7 +196,8 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch, capacity, heads_kv, dim).
         k, v: (batch, seqlen_new, heads_kv, dim), written into the caches from place cache_seqlens[b] on; or None.
         cache_seqlens: an integer, or integers (batch,): places that are filled, before k and v are added. None: all.
-            Values are checked where they are on the CPU. Layers that share them spare time with `sartor.mods.cached`.
+            `sartor.check` says when values are looked at; of new keys past the end only those that fit are written.
+            Layers that share lengths spare time with `sartor.mods.cached`.
         softmax_scale, softcap: as for `flash_attn_func`.
         causal, window_size: aligned at an item's last query and its last key.
         alibi_slopes: float32 (heads_q,) or (batch, heads_q).
@@ -224,31 +232,26 @@ def flash_attn_with_kvcache(
         return _attend_to_cache(
             q, k_cache, v_cache, causal=causal, window=window_size, alibi_slopes=alibi_slopes, **options
         )
-    before = _cache_lengths(cache_seqlens, q, k_cache.shape[1])
-    lengths = before
-    if k is not None or v is not None:
-        lengths = before + _check_new(before, k_cache, v_cache, k, v)
-    mask = cached(lengths, q.shape[1], k_cache.shape[1], causal, window_size)
+    before = _cache_lengths(cache_seqlens, q)
+    added = 0 if k is None and v is None else _check_new(k_cache, v_cache, k, v)
+    ends = ends_of(causal, window_size)
+    table = cached_table(q, before, ends, Cache(q.shape[0], q.shape[1], k_cache.shape[1], added, "cache_seqlens"))
     score = None
     if alibi_slopes is not None:
         slopes(alibi_slopes, q.shape[2], q.shape[0], q.device)
         slopes_without_gradient(alibi_slopes)
-        score = cached_alibi(alibi_slopes, lengths, q.shape[1])
+        score = alibi_of_cache(alibi_slopes, table[1])
     if k is not None and v is not None:  # the caches are written to when all else that is looked at here is right
-        at = before[:, None].long() + torch.arange(k.shape[1], device=k.device)
-        item = torch.arange(at.shape[0], device=k.device)[:, None]
-        k_cache[item, at], v_cache[item, at] = k, v
-    return _attend_to_cache(q, k_cache, v_cache, mask=mask, score=score, **options)
+        append(k_cache, v_cache, k, v, before)
+    return _attend_to_cache(q, k_cache, v_cache, mask=of_cache(table, ends), score=score, **options)
 
 
-def _cache_lengths(given: int | Tensor | None, q: Tensor, capacity: int) -> Tensor:
+def _cache_lengths(given: int | Tensor | None, q: Tensor) -> int | Tensor:
     if is_integer(given):
-        if not 0 <= given <= capacity:  # type: ignore[operator]
-            raise ValueError(f"cache_seqlens must be between 0 and the {capacity} places there are, got {given}")
-        return torch.full((q.shape[0],), int(given), dtype=torch.int32, device=q.device)  # type: ignore[arg-type]
+        return operator.index(given)  # type: ignore[arg-type]
     dense("cache_seqlens", given)
     lengths: Tensor = given  # type: ignore[assignment]
-    if lengths.dtype not in (torch.int32, torch.int64) or tuple(lengths.shape) != (q.shape[0],):
+    if lengths.dtype not in (torch.int32, torch.int64) or lengths.dim() != 1 or lengths.shape[0] != q.shape[0]:
         found = f"{lengths.dtype} {tuple(lengths.shape)}"
         raise ValueError(f"cache_seqlens must be int32 or int64 of shape {(q.shape[0],)}, got {found}")
     if lengths.device != q.device:
@@ -256,18 +259,17 @@ def _cache_lengths(given: int | Tensor | None, q: Tensor, capacity: int) -> Tens
     return lengths
 
 
-def _check_new(lengths: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any) -> int:
-    """How many keys are added, for which the caches have room and shape."""
+def _check_new(k_cache: Tensor, v_cache: Tensor, k: Any, v: Any) -> int:
+    """How many keys are added, which have the shape that their caches ask for."""
     for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
         dense(name, t)
         want = (cache.shape[0], *k.shape[1:2], *cache.shape[2:])
-        if tuple(t.shape) != want or t.dtype != cache.dtype:
-            raise ValueError(f"{name} must be {cache.dtype} {want}, as its cache is, got {t.dtype} {tuple(t.shape)}")
-    new, places = k.shape[1], k_cache.shape[1]
-    wrong = [n for n in known(lengths) if not 0 <= n <= places - new]
-    if wrong:
-        raise ValueError(f"cache_seqlens must leave room for {new} more of {places} places, got {wrong[0]}")
-    return int(new)
+        if t.shape != want or t.dtype != cache.dtype or t.device != cache.device:
+            found = f"{t.dtype} {tuple(t.shape)} on {t.device}"
+            raise ValueError(f"{name} must be {cache.dtype} {want}, as its cache is, on {cache.device}, got {found}")
+    if k.shape[1] > k_cache.shape[1]:
+        raise ValueError(f"k must have at most the {k_cache.shape[1]} places of its cache, got {k.shape[1]}")
+    return int(k.shape[1])
 
 
 def _check_dims(dims: str, **tensors: Any) -> None:

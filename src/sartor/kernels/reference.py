@@ -16,11 +16,30 @@ from typing import Any
 import torch
 
 from sartor.device import Device
-from sartor.kernels.algebra import attended, sink_gradient, working_dtype
+from sartor.features import (
+    BF16,
+    BIAS_GRADIENT,
+    DETERMINISTIC,
+    DIM_V,
+    F16,
+    F32,
+    F64,
+    GQA,
+    MASKS,
+    SCORE,
+    SINKS,
+    TABLE_GRADIENT,
+    TF32,
+    UNALIGNED,
+    WIDE_OUT,
+)  # fmt: skip
+from sartor.kernels.algebra import add_to_table, attended, new_tables, sink_gradient, working_dtype
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.mods.core import index_tensors
 from sartor.mods.expr import evaluate
 from sartor.problem import Problem
+
+FEATURES = MASKS | {F16, BF16, F32, F64, TF32, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC}
 
 
 def heads_first(x: Operands, p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -30,19 +49,24 @@ def heads_first(x: Operands, p: Problem) -> tuple[torch.Tensor, torch.Tensor, to
     return q, k.repeat_interleave(p.group, 1), v.repeat_interleave(p.group, 1)
 
 
+def symbols(p: Problem, device: torch.device) -> dict[str, torch.Tensor]:
+    """b, h, q and kv, broadcastable to the scores."""
+    found = index_tensors(p.batch, p.heads_q, p.seqlen_q, p.seqlen_kv, device)
+    return dict(zip(("b", "h", "q", "kv"), found, strict=True))
+
+
 def scores(p: Problem, x: Operands, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Scores with -inf where masked, the mask, and a function giving d(raw score) from d(score)."""
     raw = (q @ k.transpose(-1, -2)) * p.softmax_scale  # (b, h, sq, skv)
-    b, h, i, j = index_tensors(p.batch, p.heads_q, p.seqlen_q, p.seqlen_kv, raw.device)
-    symbols = {"b": b, "h": h, "q": i, "kv": j}
+    at = symbols(p, raw.device)
     keep = torch.ones((), dtype=torch.bool, device=raw.device)
     if p.program.keep is not None:
-        keep = torch.as_tensor(evaluate(p.program.keep, symbols, x.aux, raw.dtype), device=raw.device)
+        keep = torch.as_tensor(evaluate(p.program.keep, at, x.aux, raw.dtype), device=raw.device)
     keep = keep.expand(raw.shape)
     s, slope = raw, None
     if p.program.score is not None and p.program.dscore is not None:
-        s = evaluate(p.program.score, symbols | {"s": raw}, x.aux, raw.dtype).to(raw.dtype)
-        slope = evaluate(p.program.dscore, symbols | {"s": raw}, x.aux, raw.dtype)
+        s = evaluate(p.program.score, at | {"s": raw}, x.aux, raw.dtype).to(raw.dtype)
+        slope = evaluate(p.program.dscore, at | {"s": raw}, x.aux, raw.dtype)
     return torch.where(keep, s, -torch.inf), keep, slope
 
 
@@ -63,6 +87,7 @@ class Reference:
     name = "reference"
     family = "reference"
     backwards = ("reference_backward",)
+    features = FEATURES | {BIAS_GRADIENT, TABLE_GRADIENT}
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """Nothing: it defines the operation."""
@@ -87,6 +112,7 @@ class ReferenceBackward:
 
     name = "reference_backward"
     family = "reference"
+    features = FEATURES | {BIAS_GRADIENT, TABLE_GRADIENT}
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """Nothing: it defines the operation."""
@@ -116,7 +142,12 @@ class ReferenceBackward:
         dk, dv = (t.reshape(p.batch, p.heads_kv, p.group, *t.shape[2:]).sum(2) for t in (dk, dv))
         dq, dk, dv = (t.transpose(1, 2).to(p.dtype) for t in (dq, dk, dv))
         dbias = None if p.bias_shape is None else ds.sum_to_size(p.bias_shape)
-        return Gradients(dq, dk, dv, dbias, sink_gradient(x, lse, delta))
+        dtables = new_tables(p, q.device)
+        if dtables:
+            at = symbols(p, q.device) | {"s": (q @ k.transpose(-1, -2)) * p.softmax_scale}
+            for (i, _), total in zip(p.table_shapes, dtables, strict=True):
+                add_to_table(total, p.program.rises(i), ds, at, x.aux)
+        return Gradients(dq, dk, dv, dbias, sink_gradient(x, lse, delta), dtables)
 
 
 SPEC = Reference()

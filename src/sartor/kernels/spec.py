@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,7 +23,7 @@ class Operands:
     k: torch.Tensor  # (b, skv, hkv, d)
     v: torch.Tensor  # (b, skv, hkv, dv)
     sinks: torch.Tensor | None = None  # (hq,), dense, in lse's dtype
-    aux: tuple[int | float | torch.Tensor, ...] = ()  # numbers, and tensors broadcastable to (b, hq, sq, skv)
+    aux: tuple[int | float | torch.Tensor, ...] = ()  # numbers, tables, tensors broadcastable to (b, hq, sq, skv)
     layout: str = "bshd"
     lse: bool = True  # whether it is wanted; a kernel may return None for one that is not
 
@@ -43,6 +45,7 @@ class Gradients(NamedTuple):
     dv: torch.Tensor
     dbias: torch.Tensor | None = None
     dsinks: torch.Tensor | None = None
+    dtables: tuple[torch.Tensor, ...] = ()  # in the order and the shapes of Problem.table_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +76,46 @@ class Tile:
 
 
 class KernelSpec(Protocol):
-    """A kernel's facts. `name` is its module, `family` what `kernel=` accepts."""
+    """A kernel's facts: its name, what `kernel=` accepts for it, and the features (`sartor.features`) it serves."""
 
     name: str
     family: str
+    features: frozenset[str]
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
-        """Sentences with both numbers; none when the kernel can run."""
+        """Sentences with both numbers, of a problem whose features are served; none when the kernel can run."""
         ...
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Legal tiles, best guess first; empty for kernels that have none to choose."""
         ...
+
+
+FEW = (1, 2, 3, 8, 16, 24)  # slices of 64 queries of a group, from which on a kernel's tiles may be others
+
+
+def length_class(p: Problem) -> Problem:
+    """The problem with lengths that stand for its own: every length has the legal tiles of one of few classes. Of
+    queries the slices of 64 tell, and how many share one; of keys whether they fill tiles of a power of two."""
+    sq, skv, slices = p.seqlen_q, p.seqlen_kv, -(-p.seqlen_q // 64)
+    if sq > 64:
+        least = max(n for n in FEW if n <= slices * p.group)
+        queries = 64 * max(2, -(-least // p.group))
+    else:
+        queries = sq and 1 << (sq - 1).bit_length()
+    even = math.gcd(skv, 128)
+    keys = skv if skv <= 1 else 128 + (even if even >= 16 else 1) % 128
+    return replace(p, batch=min(p.batch, 1), seqlen_q=queries, seqlen_kv=keys)
+
+
+def legal(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile, ...]:
+    """The kernel's tiles, enumerated once for a class of lengths."""
+    return _legal(spec, length_class(p), dev)  # type: ignore[arg-type] # kernels are by identity
+
+
+@lru_cache(maxsize=1024)
+def _legal(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile, ...]:
+    return tuple(spec.tiles(p, dev))
 
 
 class Forward(KernelSpec, Protocol):

@@ -1,28 +1,56 @@
 """PyTorch's fused CPU kernels, forward and backward, where they compute the same thing.
 
-What it gets wrong is refused or repaired here: with a causal mask it gives NaN for scales <= 0, and it multiplies
+A mask, ALiBi and a bias are added to the scores: block of queries by block of queries, over the keys that the block
+reaches, of which a window or documents spare most. The kernels work on blocks of a key head's queries as they are.
+
+What they get wrong is refused or repaired here: with a causal mask they give NaN for scales <= 0, and they multiply
 masked values by 0, which a NaN survives. A row whose scores are all NaN comes out 0 where a CPU's vectors are longer
 than the row, and in 16 bits one with a score of +inf; lse comes out 0 where all scores are -inf, inf where one is +inf.
-An empty problem ends the process (a division by 0). The backward knows no gradient of lse, and lets what is not finite
-reach where a mask forbids it: such calls are `blocked_backward`'s.
+An empty problem ends the process (a division by 0). The backward knows no gradient of lse and none of what is added,
+and lets what is not finite reach where a mask forbids it: such calls are `blocked_backward`'s, and where a mask is
+added and anything comes out not finite, `blocked` computes the forward again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from sartor.device import Device
+from sartor.features import (
+    BF16,
+    BIAS_GRADIENT,
+    DETERMINISTIC,
+    F16,
+    F32,
+    F64,
+    GQA,
+    MASKS,
+    SCORE,
+    TABLE_GRADIENT,
+    TF32,
+    UNALIGNED,
+)  # fmt: skip
 from sartor.kernels import blocked
-from sartor.kernels.algebra import finite, spoiled
+from sartor.kernels.algebra import LARGE, finite, resolved, spoiled, working_dtype
+from sartor.kernels.spans import Frame, frames
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.mods.core import Program
 from sartor.mods.masks import causal
-from sartor.problem import Problem, name_of
+from sartor.mods.tracing import four_dims
+from sartor.problem import Problem, wide
 
+Tensor = torch.Tensor
+FEATURES = MASKS | {F16, BF16, F32, F64, TF32, GQA, SCORE, UNALIGNED, DETERMINISTIC}
 FULL, CAUSAL = Program(), Program.of(causal(), None)[0]
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+ROWS = 256  # of a block of queries: what is added to its scores stays in the caches
+KEYS = 512  # up to which the keys are not cut: to find out which are reached takes longer than they do
+KEPT = 2**14  # elements up to which a plan keeps what is added, if no data says what that is
 
 
 class TorchCpu:
@@ -31,25 +59,15 @@ class TorchCpu:
     name = "torch_cpu"
     family = "torch"
     backwards: tuple[str, ...] = ("torch_cpu_backward", "blocked_backward")
+    features = FEATURES | {BIAS_GRADIENT, TABLE_GRADIENT}  # with which `blocked_backward` goes
     any_layout = True
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """Sentences, one for each thing that PyTorch's kernel lacks or gets wrong."""
-        lone = p.program in (FULL, CAUSAL)
-        square = p.seqlen_q == p.seqlen_kv
         rules = (
             (p.device == "cpu", f"needs tensors on cpu, got {p.device}"),
-            (p.program.score is None, f"needs plain scores, got {p.score_name}"),
-            (p.program.score is not None or lone, f"needs no mask or a causal one, got {p.mask_name}"),
-            (not p.sinks, "needs no sinks, got sinks"),
-            (p.dim == p.dim_v, f"needs equal head dims of q and v, got {p.dim} and {p.dim_v}"),
+            (_adds(p.program), f"needs scores changed by a sum only, got {p.score_name}"),
             (not p.empty, f"needs a score at least, got batch {p.batch}, lengths {p.seqlen_q} and {p.seqlen_kv}"),
-            (p.out_dtype == p.dtype, f"needs out_dtype {name_of(p.dtype)}, got {name_of(p.out_dtype)}"),
-            (p.program != CAUSAL or square, f"needs equal lengths when causal, got {p.seqlen_q} and {p.seqlen_kv}"),
-            (
-                p.program != CAUSAL or p.softmax_scale > 0,
-                f"needs softmax_scale > 0 when causal, got {p.softmax_scale}: PyTorch gives NaN there",
-            ),
         )
         return [reason for fits, reason in rules if not fits]
 
@@ -57,27 +75,161 @@ class TorchCpu:
         """Its tiles are PyTorch's own."""
         return ()
 
-    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(self, plan: Plan, x: Operands) -> tuple[Tensor, Tensor | None]:
         """out, in the layout of `x`, and lse if it is wanted."""
-        p, given = plan.problem, x.layout == "bhsd"  # as PyTorch takes it
-        is_causal = p.program == CAUSAL
+        given = x.layout == "bhsd"  # as PyTorch takes it
         q, k, v = (x.q, x.k, x.v) if given else (t.transpose(1, 2) for t in (x.q, x.k, x.v))
-        repair = is_causal and not finite(v)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, torch.where(v.isfinite(), v, 0) if repair else v, 0.0, is_causal, scale=p.softmax_scale
-        )
-        if repair:
-            out = spoiled(out, *(_seen(kind, p.group) for kind in (v.isnan(), v == torch.inf, v == -torch.inf)))
-        if not (lse / lse).sum().item() > 0:  # some are 0, infinite or NaN
-            # 0 is of a row of NaN or -inf scores, or its due; if it is one of those, so is its score of the first key
-            first = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)) * p.softmax_scale
-            if bool(((first[..., 0] == -torch.inf) & (lse == 0)).any()):
-                q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-                out, lse = blocked.SPEC.run(plan, replace(x, q=q, k=k, v=v, layout="bshd"))
-                return out.transpose(1, 2) if given else out, lse if x.lse else None
-            lost = first.isnan() | lse.isposinf()[..., None]
-            out, lse = torch.where(lost, torch.nan, out), torch.where(lost[..., 0], torch.nan, lse)
+        found = (_plain if at_once(plan.problem, x) else _in_blocks)(plan, x, q, k, v)
+        if found is None:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            out, lse = blocked.SPEC.run(plan, replace(x, q=q, k=k, v=v, layout="bshd"))
+            return out.transpose(1, 2) if given else out, lse if x.lse else None
+        out, lse = found
         return out if given else out.transpose(1, 2), lse.contiguous() if x.lse else None
+
+
+def _adds(program: Program) -> bool:
+    """Whether the score function adds to the score what does not depend on it: not so in s + s // 1, which rises by 1
+    too, and where a table is indexed by s."""
+    if program.score is None or program.dscore is None:
+        return True
+    reads = sum(e.op == "sym" and e.args[0] == "s" for e in program.score.nodes())
+    return reads == 1 and program.dscore.text() == "1.0"
+
+
+def at_once(p: Problem, x: Operands) -> bool:
+    """Whether PyTorch's kernel computes the call as it is, with nothing added to the scores. Equal programs may read
+    other numbers: PyTorch's diagonal is the main one."""
+    if p.program == FULL:
+        return True
+    return p.program == CAUSAL and x.aux == (0,) and p.seqlen_q == p.seqlen_kv and p.softmax_scale > 0
+
+
+def _plain(plan: Plan, x: Operands, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """out and lse of a call without a mask or with a causal one; None where they are not to be had."""
+    p = plan.problem
+    is_causal = p.program == CAUSAL
+    repair = is_causal and not finite(v)
+    out, lse = FORWARD(q, k, torch.where(v.isfinite(), v, 0) if repair else v, 0.0, is_causal, scale=p.softmax_scale)
+    if repair:
+        out = spoiled(out, *(_seen(kind, p.group) for kind in (v.isnan(), v == torch.inf, v == -torch.inf)))
+    if (lse / lse).sum().item() > 0:  # none is 0, infinite or NaN
+        return out, lse
+    # 0 is of a row of NaN or -inf scores, or its due; if it is one of those, so is its score of the first key
+    first = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)) * p.softmax_scale
+    if bool(((first[..., 0] == -torch.inf) & (lse == 0)).any()):
+        return None
+    lost = first.isnan() | lse.isposinf()[..., None]
+    return torch.where(lost, torch.nan, out), torch.where(lost[..., 0], torch.nan, lse)
+
+
+def _seen(marked: Tensor, group: int) -> Tensor:
+    """Whether row i of a causal mask attends to a marked value: (b, hq, skv, dv) from (b, hkv, skv, dv)."""
+    return (marked.cumsum(2) > 0).repeat_interleave(group, 1)
+
+
+# ---- with something added to the scores
+
+
+class Block(NamedTuple):
+    """Some queries of some batch items, the keys that they reach, and what is added to their scores."""
+
+    items: slice
+    i: slice
+    j: slice
+    added: Tensor | None  # (1 or batch, 1 or hq, rows, 1 or keys), -inf where the mask hides a key
+
+    @property
+    def queries(self) -> tuple[slice, ...]:
+        """Where its rows are in (b, hq, sq, d)."""
+        return self.items, slice(None), self.i
+
+    @property
+    def keys(self) -> tuple[slice, ...]:
+        """Where its keys are in (b, hkv, skv, d)."""
+        return self.items, slice(None), self.j
+
+
+def _in_blocks(plan: Plan, x: Operands, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """out and lse of a call, block by block; None where something is not finite, which a mask may have to stop."""
+    p, out, lse = plan.problem, None, None
+    for block in blocks(plan, x):
+        part = _block(p, block, q[block.queries], k[block.keys], v[block.keys])
+        if part is None:
+            return None
+        if part[0].shape == q.shape:  # the only one
+            return part
+        if out is None or lse is None:
+            out = q.new_empty((p.batch, p.seqlen_q, p.heads_q, p.dim_v)).transpose(1, 2)
+            lse = q.new_empty((p.batch, p.heads_q, p.seqlen_q), dtype=working_dtype(p))
+        out[block.queries], lse[block.queries] = part
+    assert out is not None
+    assert lse is not None
+    return out, lse
+
+
+def _block(p: Problem, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    if k.shape[2] == 0:
+        return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=working_dtype(p))
+    out, lse = FORWARD(q, k, v, 0.0, False, attn_mask=block.added, scale=p.softmax_scale)
+    if ((lse / lse).sum() + 0 * out.sum(dtype=lse.dtype)).item() > 0:  # nothing is infinite or NaN, and no lse 0
+        return out, lse
+    if block.added is None:
+        return None
+    dead = (block.added == -torch.inf).all(3).expand(lse.shape)  # for which lse comes out 0
+    out, lse = out.masked_fill(dead[..., None], 0), lse.masked_fill(dead, -torch.inf)
+    return (out, lse) if bool(((lse / lse) > 0)[~dead].all()) and finite(out) else None
+
+
+def blocks(plan: Plan, x: Operands) -> Iterable[Block]:
+    """The blocks of a call, which the plan keeps where they are small and no data says what they are."""
+    p = plan.problem
+    if any(isinstance(a, Tensor) for a in x.aux) or p.seqlen_q * p.seqlen_kv > KEPT:
+        return _blocks(p, x)
+    kept: list[Block] | None = plan.cache.get("blocks")  # type: ignore[assignment]
+    if kept is None:
+        kept = list(_blocks(p, x))
+        if sum(0 if block.added is None else block.added.numel() for block in kept) <= KEPT:
+            plan.cache["blocks"] = kept
+    return kept
+
+
+def _blocks(p: Problem, x: Operands) -> Iterator[Block]:
+    everything = slice(0, p.batch), slice(0, p.seqlen_q), slice(0, p.seqlen_kv)
+    score = p.program.score
+    lone = p.program.keep is None and score is not None and score.text() == "(s + aux[0])"
+    if lone and isinstance(x.aux[0], Tensor):
+        yield Block(*everything, _dense(x.aux[0], x.q.dtype))
+        return
+    for frame in frames(p, x.aux, working_dtype(p), x.q.device):
+        if p.seqlen_q <= ROWS and p.seqlen_kv <= KEYS:
+            yield Block(frame.items, *everything[1:], added(frame, *everything[1:], p.program.keep is not None))
+            continue
+        for span in frame.spans(ROWS):
+            keys = slice(span.lo, span.hi) if span.lo < span.hi else slice(0, 0)
+            partial = span.lo < span.full_lo or span.full_hi < span.hi
+            yield Block(frame.items, span.i, keys, added(frame, span.i, keys, partial))
+
+
+def added(frame: Frame, i: slice, j: slice, partial: bool) -> Tensor | None:
+    """What is added to the scores of a block, whose mask is looked at where it is `partial`."""
+    term = None
+    if frame.p.program.score is not None:
+        term = torch.as_tensor(frame.changed(0.0, i, j)[0], dtype=frame.dtype, device=frame.device)
+    if partial:
+        keep = frame.keep(i, j)
+        if term is None:
+            term = torch.zeros(keep.shape, dtype=frame.dtype, device=frame.device).masked_fill_(~keep, -torch.inf)
+        else:
+            term = torch.where(keep, term, -torch.inf)
+    return None if term is None else _dense(four_dims(term), frame.dtype)
+
+
+def _dense(term: Tensor, dtype: torch.dtype) -> Tensor:
+    """In a dtype that PyTorch adds to scores of inputs of `dtype`, and with rows that it can read."""
+    if term.dtype not in (dtype, wide(dtype)):
+        term = term.to(wide(dtype))
+    return term if term.stride(3) == 1 or term.shape[3] == 1 else term.contiguous()
 
 
 class TorchCpuBackward:
@@ -85,6 +237,7 @@ class TorchCpuBackward:
 
     name = "torch_cpu_backward"
     family = "torch"
+    features = FEATURES
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """As of the forward."""
@@ -96,25 +249,53 @@ class TorchCpuBackward:
 
     def notes(self, p: Problem) -> Iterable[str]:
         """What it leaves to another kernel."""
-        yield "where lse has a gradient, or something is not finite, blocked_backward computes the gradients"
+        yield (
+            f"where lse has a gradient or is beyond {LARGE:g}, or something is not finite, blocked_backward computes"
+            " the gradients"
+        )
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """dq, dk, dv."""
-        p = plan.problem
-        plain = saved.dlse is None or not bool(saved.dlse.any())  # compiled graphs bring zeros
-        if plain and finite(saved.lse):
+        lse = _usable(saved.lse)
+        if lse is not None and (saved.dlse is None or not bool(saved.dlse.any())):  # compiled graphs bring zeros
             dout, q, k, v, out = (t.transpose(1, 2) for t in (saved.dout, x.q, x.k, x.v, saved.out))
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout, q, k, v, out, saved.lse, 0.0, p.program == CAUSAL, scale=p.softmax_scale
-            )
+            found = _gradients(plan, x, (dout, q, k, v, out, lse))
             if all(map(finite, found)):
-                return Gradients(*(t.transpose(1, 2) for t in found))
+                dq, dk, dv = (t.transpose(1, 2) for t in found)
+                return Gradients(dq, dk, dv)
         return blocked.BACKWARD_SPEC.run(plan, x, saved)
 
 
-def _seen(marked: torch.Tensor, group: int) -> torch.Tensor:
-    """Whether row i of a causal mask attends to a marked value: (b, hq, skv, dv) from (b, hkv, skv, dv)."""
-    return (marked.cumsum(2) > 0).repeat_interleave(group, 1)
+def _usable(lse: Tensor) -> Tensor | None:
+    """lse to recompute weights from, inf for rows without a key, whose weights then are 0; None where it is not one."""
+    if resolved(lse):
+        return lse
+    dead = lse == -torch.inf
+    return lse.masked_fill(dead, torch.inf) if dead.any() and resolved(lse.masked_fill(dead, 0)) else None
+
+
+def _gradients(plan: Plan, x: Operands, data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """dq, dk and dv of dout, q, k, v, out and lse, with heads before rows."""
+    p, (dout, q, k, v, out, lse) = plan.problem, data
+    if at_once(p, x):
+        return BACKWARD(dout, q, k, v, out, lse, 0.0, p.program == CAUSAL, scale=p.softmax_scale)  # type: ignore[no-any-return]
+    sums = None
+    for block in blocks(plan, x):
+        i, j = block.queries, block.keys
+        alone = dout[i].shape == dout.shape and k[j].shape == k.shape
+        if sums is None and not alone:
+            sums = torch.zeros_like(q), *(torch.zeros_like(t, dtype=lse.dtype) for t in (k, v))
+        if k[j].shape[2] == 0:
+            continue
+        found = BACKWARD(
+            dout[i], q[i], k[j], v[j], out[i], lse[i], 0.0, False, attn_mask=block.added, scale=p.softmax_scale
+        )
+        if sums is None:
+            return found  # type: ignore[no-any-return]
+        for total, place, part in zip(sums, (i, j, j), found, strict=True):
+            total[place] += part
+    assert sums is not None
+    return sums[0], *(t.to(k.dtype) for t in sums[1:])
 
 
 SPEC = TorchCpu()

@@ -1,19 +1,22 @@
 """Mask and Score: what a mod is, how mods combine, and the text a kernel takes from them.
 
-A mask is a predicate `(b, h, q, kv, aux) -> bool`, True where the query attends to the key. A score is a function
-`(score, b, h, q, kv, aux) -> score`. Both are plain Python functions of operators. What they depend on besides the
-position goes through `aux`: numbers, functions of (seqlen_q, seqlen_kv) that return an integer, or tensors
-broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), of which the function sees the value at (b, h, q, kv).
+A mask is a predicate `(b, h, q, kv) -> bool`, True where the query attends to the key. A score is a function
+`(score, b, h, q, kv) -> score`. Both are plain Python functions of operators. A tensor that they capture is indexed:
+`ids[b, q]`, `table[h, q - kv + n]`. What may change without compiling anew goes through one more argument, `aux`:
+numbers, functions of (seqlen_q, seqlen_kv) that return an integer, or tensors, of which the function sees the value at
+(b, h, q, kv) where they are broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), and which it may index.
 
 What makes a mask fast is `rows`: for a query, the interval [lo, hi) outside which it attends to nothing and the
 interval [full_lo, full_hi) inside which it attends to everything. `cols` says the same for a key. A kernel turns them
-into empty, full and partial tiles and evaluates the predicate on partial tiles only. A mask without them is slow,
-never wrong.
+into empty, full and partial tiles and evaluates the predicate on partial tiles only. Where they are not given they are
+read off the predicate, as far as that can be (`intervals.py`). A mask without them is slow, never wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import islice
@@ -21,22 +24,36 @@ from typing import Any, TypeVar
 
 import torch
 
-from sartor.mods.expr import Expr, Traced, diff, evaluate, maximum, minimum, where
-from sartor.mods.tracing import AuxValue, aux_value, is_boolean, is_real, pattern, resolve, text_of, trace, traced
+from sartor.mods.capture import POSITIONS, Capture, Sizes
+from sartor.mods.derivative import diff
+from sartor.mods.expr import Expr, Traced, evaluate, where
+from sartor.mods.intervals import BIG as BIG
+from sartor.mods.intervals import hull, meet, spans
+from sartor.mods.recent import Recent
+from sartor.mods.tracing import (
+    AuxValue,
+    aux_value,
+    four_dims,
+    is_boolean,
+    is_real,
+    pattern,
+    portable,
+    resolve,
+    text_of,
+    trace,
+    traced,
+)  # fmt: skip
 
-BIG = 2**28  # beyond every position; four of them stay within int32
 AnyMod = TypeVar("AnyMod", bound="Mod")
-
-
-def _everywhere(b: Any, h: Any, position: Any, aux: Any) -> tuple[int, int, int, int]:
-    return 0, BIG, BIG, 0
 
 
 class Mod:
     """What masks and scores share. They are made before torch.compile compiles what uses them."""
 
-    aux: tuple[AuxValue, ...]
+    aux: tuple[AuxValue, ...]  # with captured tensors at the end
     name: str
+    sizes: Sizes | None
+    tables: frozenset[int]  # the aux values that are indexed
     text: str  # of its functions
     handle: str  # text that names all of the mod but the contents of its tensors
 
@@ -49,16 +66,28 @@ class Mod:
             raise RuntimeError(
                 f"{kind} must be made outside of what torch.compile compiles, and closed over or passed in"
             )
-        object.__setattr__(self, "text", "; ".join([kind, *self._trace()]))
+        capture = Capture(self.aux)
+        with capture.open():
+            found = self._traced(len(self.aux))
+        found, aux, tables = capture.settle(found, self.sizes)
+        for e in (e for x in found for e in (x if isinstance(x, tuple) else (x,))):
+            portable(e, aux)  # or it says what is not
+        object.__setattr__(self, "aux", aux)
+        object.__setattr__(self, "tables", tables)
+        object.__setattr__(self, "text", "; ".join([kind, *self._keep(found)]))
         self._register()
 
     def _register(self) -> None:
         object.__setattr__(self, "handle", "; ".join([self.text, *map(text_of, self.aux)]))
-        if self.handle not in _TEMPLATES:
-            _TEMPLATES[self.handle] = self
-            _TEMPLATES[self.handle] = self.with_tensors([t.to("meta") for t in self.tensors])
+        if self.handle not in TEMPLATES and not _UNNAMED.get():
+            TEMPLATES.add(self.handle, self)
+            TEMPLATES[self.handle] = self.with_tensors([t.detach().to("meta") for t in self.tensors])
 
-    def _trace(self) -> list[str]:
+    def _traced(self, n_aux: int) -> list[Any]:
+        """What its functions compute of symbols."""
+        raise NotImplementedError
+
+    def _keep(self, found: list[Any]) -> list[str]:
         """Keep its functions by what they compute; their texts. Raises TypeError where they are none of such a mod."""
         raise NotImplementedError
 
@@ -74,31 +103,79 @@ class Mod:
         """The aux tensors, in order."""
         return [a for a in self.aux if isinstance(a, torch.Tensor)]
 
+    def to(self: AnyMod, device: torch.device | str) -> AnyMod:
+        """The same mod with its aux tensors on a device; itself where they are there."""
+        moved = [t.to(device) for t in self.tensors]
+        return self if all(a is b for a, b in zip(moved, self.tensors, strict=True)) else self.with_tensors(moved)
+
+    @property
+    def read(self) -> list[torch.Tensor]:
+        """The aux tensors as programs read them: dense tables, others of four dims."""
+        values = enumerate(self.aux)
+        return [
+            a.contiguous() if i in self.tables else four_dims(a) for i, a in values if isinstance(a, torch.Tensor)
+        ]  # fmt: skip
+
     def with_tensors(self: AnyMod, tensors: list[torch.Tensor]) -> AnyMod:
         """The same mod over other tensors of the same dtypes; it is not traced again."""
         if not tensors:
             return self
-        left = iter(tensors)
-        same = object.__new__(type(self))
-        same.__dict__.update(
-            self.__dict__, aux=tuple(next(left) if isinstance(a, torch.Tensor) else a for a in self.aux)
-        )
-        if any(text_of(a) != text_of(b) for a, b in zip(self.tensors, tensors, strict=True)):
-            same._register()
+        same = self.filled(tensors)
+        if list(map(_kind, tensors)) != self._kinds:
+            same.__dict__.pop("_kinds", None)
+            same._remade()
         return same
 
+    def filled(self: AnyMod, tensors: Sequence[torch.Tensor]) -> AnyMod:
+        """`with_tensors`, where it is known that they vary along the dims that its own vary along."""
+        left = iter(tensors)
+        same = object.__new__(type(self))
+        same.__dict__.update(self.__dict__)
+        same.__dict__["aux"] = tuple([next(left) if isinstance(a, torch.Tensor) else a for a in self.aux])
+        return same
 
-_TEMPLATES: dict[str, Mod] = {}  # by handle, for good; over meta tensors, so that none is kept alive
+    @cached_property
+    def _kinds(self) -> list[tuple[Any, ...]]:
+        return list(map(_kind, self.tensors))
+
+    def _remade(self) -> None:
+        """Once its tensors vary along other dims."""
+        self._register()
+
+
+def _kind(t: torch.Tensor) -> tuple[Any, ...]:
+    """What a mod's text has of a tensor, in a form that is quickly made: its dtype, and along which dims it varies."""
+    return t.dtype, *[n == 1 for n in t.shape]
+
+
+TEMPLATES = Recent(4096)  # by handle; over meta tensors, so that none is kept alive
+_UNNAMED = ContextVar("_UNNAMED", default=False)
+
+
+@contextmanager
+def unnamed() -> Iterator[None]:
+    """Mods that are made inside serve one call: no graph names them, and nothing keeps them. A softcap that changes
+    with every step leaves nothing behind."""
+    token = _UNNAMED.set(True)
+    try:
+        yield
+    finally:
+        _UNNAMED.reset(token)
 
 
 def lookup(handle: str, tensors: Iterator[torch.Tensor]) -> Any:
     """The mod that a compiled graph names by its handle, over the next of the tensors it carries; None for no name."""
     if not handle:
         return None
-    found = _TEMPLATES.get(handle)
+    found = TEMPLATES.get(handle)
     if found is None:
         raise RuntimeError(f"this graph runs a mod that this process has not made: make its equal first, got {handle}")
     return found.with_tensors(list(islice(tensors, len(found.tensors))))
+
+
+def tensors_of(handle: str) -> int:
+    """How many tensors the mod has that a compiled graph names by its handle."""
+    return len(TEMPLATES[handle].tensors) if handle else 0
 
 
 class Named:
@@ -115,87 +192,108 @@ def over(template: AnyMod, *tensors: torch.Tensor) -> AnyMod:
     return template.with_tensors(list(tensors))
 
 
+OF_ROW, OF_COLUMN = ("b", "h", "q"), ("b", "h", "kv")
+OF_SCORE = ("s", *POSITIONS)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask(Mod):
     """Which keys a query attends to.
 
-    keep: `(b, h, q, kv, aux) -> bool`, operators only.
+    keep: `(b, h, q, kv) -> bool` or `(b, h, q, kv, aux) -> bool`: operators, functions of `sartor.mods` and of torch by
+        the same names, tensors that it captures, indexed: `ids[b, q] == ids[b, kv]`. An index below 0 counts from the
+        end; one beyond a tensor reads its edge, where FlexAttention has no rule.
     aux: values the functions read as `aux[0]`, `aux[1]`, ...: numbers, functions of (seqlen_q, seqlen_kv) that give an
-        integer, or tensors that broadcast to (batch, heads, seqlen_q, seqlen_kv). Integers have 32 bits on GPUs unless
-        a tensor or a constant has 64.
-    rows: `(b, h, q, aux) -> (lo, hi, full_lo, full_hi)`, intervals of keys; may read aux that do not depend on kv.
-    cols: `(b, h, kv, aux) -> (lo, hi, full_lo, full_hi)`, intervals of queries.
+        integer, or tensors that broadcast to (batch, heads, seqlen_q, seqlen_kv), or that are indexed. Integers have 32
+        bits on GPUs unless a tensor or a constant has 64.
+    rows: `(b, h, q) -> (lo, hi, full_lo, full_hi)`, or with aux: intervals of keys; may read what does not depend on
+        kv. None: read off `keep`, where its comparisons have kv on one side.
+    cols: `(b, h, kv) -> (lo, hi, full_lo, full_hi)`, or with aux: intervals of queries; None likewise.
+    sizes: (batch, heads_q, seqlen_q, seqlen_kv) of the calls it is for, where that is known. A captured tensor that is
+        indexed by positions alone must fit those of the call, unless these say that it does not: then it is a table.
     """
 
     keep: Callable[..., Any]
     aux: tuple[AuxValue, ...] = ()
-    rows: Callable[..., Any] = _everywhere
-    cols: Callable[..., Any] = _everywhere
+    rows: Callable[..., Any] | None = None
+    cols: Callable[..., Any] | None = None
     name: str = "mask"
+    sizes: Sizes | None = None
+    derived: tuple[str, ...] = field(init=False, default=())  # of rows and cols, which are read off `keep`
+    tables: frozenset[int] = field(init=False, default=frozenset())
     text: str = field(init=False, default="")
     handle: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         if not callable(self.keep):
-            raise TypeError(f"mask must be a function (b, h, q, kv, aux) -> bool, got {type(self.keep).__name__}")
+            raise TypeError(f"mask must be a function (b, h, q, kv) -> bool, got {type(self.keep).__name__}")
         for name, fn in (("rows", self.rows), ("cols", self.cols)):
-            if not callable(fn):
+            if fn is not None and not callable(fn):
                 raise TypeError(f"{name} must be a function of positions and aux, got {type(fn).__name__}")
         super().__post_init__()
 
-    def _trace(self) -> list[str]:
-        n, names = len(self.aux), ("b", "h", "q", "kv")
-        keep = trace(self.keep, names, n)
+    def _traced(self, n_aux: int) -> list[Any]:
+        keep = trace(self.keep, POSITIONS, n_aux)
+        own = ((self.rows, OF_ROW), (self.cols, OF_COLUMN))
+        return [keep, *(trace(fn, names, n_aux) for fn, names in own if fn is not None)]
+
+    def _keep(self, found: list[Any]) -> list[str]:
+        keep = found[0]
         if not is_boolean(keep, self.aux):
-            found = keep.text() if isinstance(keep, Expr) else f"{len(keep)} values"
+            got = keep.text() if isinstance(keep, Expr) else f"{len(keep)} values"
             raise TypeError(
-                "mask must be a function that returns a bool, expected a comparison (`<`, `==`, ...), a bool tensor of"
-                f" aux, or these combined by `&`, `|`, `~`, got {found}"
+                "mask must be a function that returns a bool, expected a comparison (`<`, `==`, ...), a bool tensor,"
+                f" or these combined by `&`, `|`, `~`, got {got}"
             )
-        object.__setattr__(self, "keep", Traced(names, keep))
-        texts = [keep.text()]
-        for name, fn, position in (("rows", self.rows, ("b", "h", "q")), ("cols", self.cols, ("b", "h", "kv"))):
-            span = trace(fn, position, n)
-            if not isinstance(span, tuple) or len(span) != 4:
-                count = len(span) if isinstance(span, tuple) else 1
-                raise TypeError(f"{name} must return (lo, hi, full_lo, full_hi), got {count} values")
-            real = [e.text() for e in span if is_real(e, self.aux)]
-            if real:
-                raise TypeError(f"{name} must return integers, got {real[0]}: divide by // instead of /")
-            object.__setattr__(self, name, Traced(position, span))
+        object.__setattr__(self, "keep", Traced(POSITIONS, keep))
+        texts, given = [keep.text()], iter(found[1:])
+        for name, names, other in (("rows", OF_ROW, "kv"), ("cols", OF_COLUMN, "q")):
+            if getattr(self, name) is None:
+                span = spans(keep, other, self.aux)
+                object.__setattr__(self, "derived", (*self.derived, name))
+            else:
+                span = self._checked(name, next(given))
+            object.__setattr__(self, name, Traced(names, span))
             texts += [e.text() for e in span]
         return texts
+
+    def _remade(self) -> None:
+        fields = {name: None if name in self.derived else getattr(self, name) for name in ("rows", "cols")}
+        self.__dict__.update(Mask(self.keep, self.aux, name=self.name, sizes=self.sizes, **fields).__dict__)
+
+    def _checked(self, name: str, span: Any) -> tuple[Expr, ...]:
+        if not isinstance(span, tuple) or len(span) != 4:
+            count = len(span) if isinstance(span, tuple) else 1
+            raise TypeError(f"{name} must return (lo, hi, full_lo, full_hi), got {count} values")
+        real = [e.text() for e in span if is_real(e, self.aux)]
+        if real:
+            raise TypeError(f"{name} must return integers, got {real[0]}: divide by // instead of /")
+        return span
 
     def materialize(self, batch: int, heads: int, seqlen_q: int, seqlen_kv: int, device: Any = None) -> torch.Tensor:
         """Bool (batch, heads, seqlen_q, seqlen_kv): the whole mask, for tests, plots and the reference."""
         b, h, q, kv = index_tensors(batch, heads, seqlen_q, seqlen_kv, device)
-        aux = tuple(resolve(a, seqlen_q, seqlen_kv) for a in self.aux)
-        found = traced(self.keep, ("b", "h", "q", "kv"), aux)
+        aux = tuple(
+            a if i in self.tables else resolve(a, seqlen_q, seqlen_kv) for i, a in enumerate(self.aux)
+        )  # fmt: skip
+        found = traced(self.keep, POSITIONS, aux)
         keep = torch.as_tensor(evaluate(found, {"b": b, "h": h, "q": q, "kv": kv}, aux, torch.float32), device=device)
         return keep.to(torch.bool).expand(batch, heads, seqlen_q, seqlen_kv)
 
-    def __and__(self, other: Mask) -> Mask:
-        def meet(x: Any, y: Any) -> Any:
-            return (
-                maximum(x[0], y[0]), minimum(x[1], y[1]), maximum(x[2], y[2]), minimum(x[3], y[3])
-            )  # fmt: skip
-
+    def __and__(self, other: Mask | torch.Tensor) -> Mask:
         return _combine(self, other, lambda x, y: x & y, meet, "&")
 
-    def __or__(self, other: Mask) -> Mask:
-        def hull(x: Any, y: Any) -> Any:
-            longer = (x[3] - x[2]) >= (y[3] - y[2])
-            full = where(longer, x[2], y[2]), where(longer, x[3], y[3])
-            return minimum(x[0], y[0]), maximum(x[1], y[1]), *full
-
+    def __or__(self, other: Mask | torch.Tensor) -> Mask:
         return _combine(self, other, lambda x, y: x | y, hull, "|")
+
+    __rand__, __ror__ = __and__, __or__
 
     def __invert__(self) -> Mask:
         def keep(*position: Any) -> Any:
             found = self.keep(*position)
             return not found if isinstance(found, bool) else ~found
 
-        return Mask(keep, self.aux, name=f"~{self.name}")
+        return Mask(keep, self.aux, name=f"~{self.name}", sizes=self.sizes)
 
 
 def index_tensors(batch: int, heads: int, seqlen_q: int, seqlen_kv: int, device: Any) -> tuple[torch.Tensor, ...]:
@@ -205,17 +303,20 @@ def index_tensors(batch: int, heads: int, seqlen_q: int, seqlen_kv: int, device:
     return tuple(torch.arange(n, device=device).view(s) for n, s in zip(sizes, shapes, strict=True))
 
 
-def _combine(x: Mask, y: Mask, keep: Callable[..., Any], span: Callable[..., Any], sign: str) -> Mask:
+def _combine(x: Mask, y: Any, keep: Callable[..., Any], span: Callable[..., Any], sign: str) -> Mask:
+    if isinstance(y, torch.Tensor) and y.dtype == torch.bool:
+        y = Mask(lambda b, h, q, kv, aux: aux[0], (four_dims(y),), name="tensor")
     if not isinstance(y, Mask):
-        raise TypeError(f"mask `{sign}` expects another sartor.mods.Mask, got {type(y).__name__}")
+        got = f"one of {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
+        raise TypeError(f"mask `{sign}` expects another sartor.mods.Mask or a bool tensor, got {got}")
     n = len(x.aux)
 
-    def both(f: Callable[..., Any], g: Callable[..., Any], join: Callable[..., Any]) -> Callable[..., Any]:
+    def both(f: Any, g: Any, join: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: join(f(*args[:-1], args[-1][:n]), g(*args[:-1], args[-1][n:]))
 
     return Mask(
         both(x.keep, y.keep, keep), x.aux + y.aux, both(x.rows, y.rows, span), both(x.cols, y.cols, span),
-        f"({x.name} {sign} {y.name})",
+        f"({x.name} {sign} {y.name})", x.sizes or y.sizes,
     )  # fmt: skip
 
 
@@ -243,39 +344,46 @@ def interval(rows: Callable[..., Any], cols: Callable[..., Any], aux: tuple[AuxV
 class Score(Mod):
     """A change of the scaled score.
 
-    fn: `(score, b, h, q, kv, aux) -> score`, operators only, in natural-log units. Differentiated by the score on its
-        expression; what only rises in steps (`//`, comparisons) counts as constant there, as PyTorch's floor does.
-    aux: values the function reads as `aux[0]`, `aux[1]`, ...; tensors of them have no gradient.
+    fn: `(score, b, h, q, kv) -> score`, or with aux as the last argument, in natural-log units; as a `Mask`'s `keep`.
+        Differentiated by the score, and by the tensors it reads that require a gradient, on its expression; what only
+        rises in steps (`//`, comparisons) counts as constant there, as PyTorch's floor does.
+    aux: values the function reads as `aux[0]`, `aux[1]`, ...
+    sizes: as of a `Mask`.
     """
 
     fn: Callable[..., Any]
     aux: tuple[AuxValue, ...] = ()
     name: str = "score"
+    sizes: Sizes | None = None
+    tables: frozenset[int] = field(init=False, default=frozenset())
     text: str = field(init=False, default="")
     handle: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            raise TypeError(
-                f"score must be a function (score, b, h, q, kv, aux) -> score, got {type(self.fn).__name__}"
-            )
+            raise TypeError(f"score must be a function (score, b, h, q, kv) -> score, got {type(self.fn).__name__}")
         super().__post_init__()
 
-    def _trace(self) -> list[str]:
-        names = "s", "b", "h", "q", "kv"
-        found = trace(self.fn, names, len(self.aux))
-        if not isinstance(found, Expr) or not is_real(found, self.aux):
-            got = found.text() if isinstance(found, Expr) else f"{len(found)} values"
+    def _traced(self, n_aux: int) -> list[Any]:
+        return [trace(self.fn, OF_SCORE, n_aux)]
+
+    def _keep(self, found: list[Any]) -> list[str]:
+        (changed,) = found
+        if not isinstance(changed, Expr) or not is_real(changed, self.aux):
+            got = changed.text() if isinstance(changed, Expr) else f"{len(changed)} values"
             raise TypeError(f"score must be a function that returns a float, got {got}")
-        object.__setattr__(self, "fn", Traced(names, found))
-        return [found.text()]
+        object.__setattr__(self, "fn", Traced(OF_SCORE, changed))
+        return [changed.text()]
 
     @property
     def is_singular(self) -> bool:
-        """Whether it divides by what depends on the score or the position, which may be 0."""
+        """Whether it divides by what depends on the score or the position, which may be 0, or takes another function
+        that need not be finite."""
         assert isinstance(self.fn, Traced)
         assert isinstance(self.fn.found, Expr)
-        return any(e.args[1].leaves() & {"s", "q", "kv"} for e in self.fn.found.nodes() if e.op in ("/", "//", "%"))
+        at = {"/": 1, "//": 1, "%": 1, "log": 0, "sqrt": 0, "exp": 0, "exp2": 0, "pow": 0}
+        nodes = self.fn.found.nodes()
+        return any(e.args[at[e.op]].leaves() & {"s", "q", "kv"} for e in nodes if e.op in at)
 
     def then(self, other: Score) -> Score:
         """This score first, the other one on its result."""
@@ -284,7 +392,7 @@ class Score(Mod):
         def fn(s: Any, b: Any, h: Any, q: Any, kv: Any, aux: Any) -> Any:
             return other.fn(self.fn(s, b, h, q, kv, aux[:n]), b, h, q, kv, aux[n:])
 
-        return Score(fn, self.aux + other.aux, f"{self.name} > {other.name}")
+        return Score(fn, self.aux + other.aux, f"{self.name} > {other.name}", self.sizes or other.sizes)
 
 
 @dataclass(frozen=True)
@@ -293,6 +401,19 @@ class Aux:
 
     pattern: str
     dtype: str
+
+    @property
+    def dims(self) -> int:
+        """Of a table, by which it is indexed; 0 for what is read at the position."""
+        return int(self.pattern[1:]) if self.pattern[0] in "tT" else 0
+
+
+@dataclass(frozen=True)
+class Rise:
+    """Where a score reads an aux value, an `aux` or a `gather`, and its derivative by what is read there."""
+
+    read: Expr
+    rise: Expr
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,21 +432,40 @@ class Program:
         """The program, and the aux values it reads in order: the mask's first."""
         values = (mask.aux if mask else ()) + (score.aux if score else ())
         n = len(mask.aux) if mask else 0
+        tables = {*(mask.tables if mask else ()), *(i + n for i in (score.tables if score else ()))}
+        dtypes = [str(v.dtype) if isinstance(v, torch.Tensor) else "" for v in values]
+        aux = tuple(
+            Aux(pattern(v, i in tables), dtype) for i, (v, dtype) in enumerate(zip(values, dtypes, strict=True))
+        )
+        key = mask and mask.handle, score and score.handle, aux
+        if key in _PROGRAMS:
+            return _PROGRAMS[key], values
         parts: dict[str, Any] = {}
         if mask:
-            parts["keep"] = traced(mask.keep, ("b", "h", "q", "kv"), mask.aux)
-            parts["rows"] = traced(mask.rows, ("b", "h", "q"), mask.aux)
-            parts["cols"] = traced(mask.cols, ("b", "h", "kv"), mask.aux)
+            parts["keep"] = traced(mask.keep, POSITIONS, mask.aux)
+            parts["rows"] = traced(mask.rows, OF_ROW, mask.aux)  # type: ignore[arg-type]
+            parts["cols"] = traced(mask.cols, OF_COLUMN, mask.aux)  # type: ignore[arg-type]
         if score:
             shifted = lambda *a: score.fn(*a[:-1], a[-1][n:])  # noqa: E731 - one use
-            changed = traced(shifted, ("s", "b", "h", "q", "kv"), values)
+            changed = traced(shifted, OF_SCORE, values)
             if "s" not in changed.leaves():  # kernels take one for every pair of query and key
                 s = Expr("sym", ("s",))
                 changed = where(s == s, changed, changed)
             parts["score"] = changed
             parts["dscore"] = diff(parts["score"], "s")
-        aux = tuple(Aux(pattern(v), str(v.dtype) if isinstance(v, torch.Tensor) else "") for v in values)
-        return cls(aux, **parts), values
+        found = cls(aux, **parts)
+        _PROGRAMS.add(key, found)
+        return found, values
+
+    def rises(self, i: int) -> tuple[Rise, ...]:
+        """The derivatives of the score by the aux value i, one for each index it is read by."""
+        assert self.score is not None
+        read = {}
+        for e in self.score.nodes():
+            if (e.op == "gather" and e.args[0].args[0] == i) or (e.op == "aux" and e.args[0] == i):
+                read[e.text()] = e
+        inside = "gather" if self.aux[i].dims else "aux"
+        return tuple(Rise(e, diff(self.score, text)) for text, e in read.items() if e.op == inside)
 
     @cached_property
     def key(self) -> str:
@@ -356,6 +496,9 @@ class Program:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+_PROGRAMS = Recent(1024)  # by the handles of mask and score, and what they read
 
 
 def _exact(spans: tuple[Expr, ...] | None) -> bool:

@@ -7,23 +7,27 @@ Two mods with the same tree are the same mod, whatever closures they came from, 
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-STEPS = frozenset(["<", "<=", ">", ">=", "==", "!=", "&", "|", "^", "invert", "floor_divide"])
+LEAVES = frozenset(["sym", "aux", "const"])
+FLOATS = frozenset(["exp", "exp2", "log", "sqrt", "tanh", "sigmoid"])  # functions whose value is a float
 INFIX = frozenset(["+", "-", "*", "/", "//", "%", "<", "<=", ">", ">=", "==", "!=", "&", "|", "^"])
 
 
 @dataclass(frozen=True, eq=False)
 class Expr:
-    """A node: `op` is an infix operator, a function name, or one of `sym`, `const`, `aux`.
+    """A node: `op` is an infix operator, a function name, `gather`, or one of `sym`, `const`, `aux`.
 
-    `==` builds a node, as every operator does; two expressions are the same when their `text()` is.
+    `==` builds a node, as every operator does; two expressions are the same when their `text()` is. `gather` has an
+    `aux` and an index for each dim of that tensor, which is read there and not at the position.
     """
 
     op: str
@@ -38,16 +42,30 @@ class Expr:
     def __iter__(self) -> Any:
         raise TypeError(f"a symbolic value is one number: expected arithmetic on it, got iteration over {self.text()}")
 
-    def __getitem__(self, index: object) -> Any:
+    def __index__(self) -> int:
         raise TypeError(
-            f"a symbolic value cannot be indexed, got {self.text()}[...]: pass tensors through `aux`, broadcastable to"
-            " (batch, heads, seqlen_q, seqlen_kv), and use aux[i] as the value at (b, h, q, kv)"
+            f"a symbolic value has no number yet, got {self.text()} where Python wants an integer: index tensors by it"
         )
 
+    def __getitem__(self, index: Any) -> Expr:
+        if self.op not in ("aux", "gather"):
+            raise TypeError(
+                f"a symbolic value is one number, got {self.text()}[...]: index a tensor that the function captures, or"
+                " aux[i]"
+            )
+        found = index if isinstance(index, tuple) else (index,)
+        wrong = [i for i in found if isinstance(i, slice) or i is None or i is Ellipsis or isinstance(i, bool)]
+        if wrong:
+            raise TypeError(
+                f"a tensor must be indexed by one integer for each dim, as in table[h, q - kv + n], got {wrong[0]!r}"
+            )
+        own = (self,) if self.op == "aux" else self.args
+        return Expr("gather", (*own, *map(lift, found)))
+
     def text(self, leaf: Callable[[Expr], str] | None = None, functions: Mapping[str, str] | None = None) -> str:
-        """Source text; `leaf` names constants, symbols and aux values, `functions` operators and functions that the
-        language written in has under another name."""
-        if self.op in ("const", "sym", "aux"):
+        """Source text; `leaf` names constants, symbols, aux values and what is gathered, `functions` operators and
+        functions that the language written in has under another name."""
+        if self.op in LEAVES or (leaf and self.op == "gather"):
             return leaf(self) if leaf else (f"aux[{self.args[0]}]" if self.op == "aux" else str(self.args[0]))
         parts, functions = [a.text(leaf, functions) for a in self.args], functions or {}
         if self.op in INFIX and self.op not in functions:
@@ -70,14 +88,25 @@ class Expr:
         return set().union(*(a.leaves() for a in self.args if isinstance(a, Expr)))
 
 
+CAPTURE: ContextVar[Callable[[torch.Tensor], Expr] | None] = ContextVar("capture", default=None)  # of `tracing`
+
+
 def lift(value: object) -> Expr:
-    """A Python number as a constant node; an expression as it is."""
+    """A Python number as a constant node; an expression as it is; a tensor, while a function is traced, as captured."""
     if isinstance(value, Expr):
         return value
     if isinstance(value, (bool, int, float)):
         return Expr("const", (value,))
     if isinstance(value, numbers.Real):  # NumPy's
         return Expr("const", (int(value) if isinstance(value, numbers.Integral) else float(value),))
+    capture = CAPTURE.get()
+    if isinstance(value, torch.Tensor) and capture:
+        if value.dim():
+            raise TypeError(
+                "a mask or score function is one of numbers, got a tensor of shape"
+                f" {tuple(value.shape)} in arithmetic: index it by positions, as in table[h, q - kv + n]"
+            )
+        return capture(value)
     raise TypeError(f"a mask or score function may combine symbols and numbers only, got {type(value).__name__}")
 
 
@@ -90,7 +119,8 @@ def _binary(op: str, flip: bool = False) -> Callable[[Expr, object], Expr]:
 
 
 for _name, _op in {
-    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "and": "&", "or": "|", "xor": "^",
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "pow", "and": "&",
+    "or": "|", "xor": "^",
 }.items():  # fmt: skip
     setattr(Expr, f"__{_name}__", _binary(_op))
     setattr(Expr, f"__r{_name}__", _binary(_op, flip=True))
@@ -102,24 +132,57 @@ Expr.__invert__ = lambda self: Expr("invert", (self,))  # type: ignore
 Expr.__abs__ = lambda self: Expr("abs", (self,))  # type: ignore
 
 
-def _function(name: str, on_tensors: Callable[..., Any], on_numbers: Callable[..., Any]) -> Callable[..., Any]:
+def _function(name: str, on_tensors: Callable[..., Any], on_numbers: Callable[..., Any], says: str) -> Any:
     def call(*args: Any) -> Any:
         if any(isinstance(a, Expr) for a in args):
             return Expr(name, tuple(lift(a) for a in args))
         if any(isinstance(a, torch.Tensor) for a in args):
-            device = next(a.device for a in args if isinstance(a, torch.Tensor))
-            return on_tensors(*(torch.as_tensor(a, device=device) for a in args))
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            device, real = tensors[0].device, next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+            dtypes = (real if isinstance(a, float) else None for a in args)
+            return on_tensors(*(torch.as_tensor(a, dtype=t, device=device) for a, t in zip(args, dtypes, strict=True)))
         return on_numbers(*args)
 
-    call.__name__ = name
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"{says} Of symbols, of tensors and of numbers."
     return call
 
 
-maximum = _function("maximum", torch.maximum, max)
-minimum = _function("minimum", torch.minimum, min)
-where = _function("where", torch.where, lambda c, a, b: a if c else b)
-tanh = _function("tanh", torch.tanh, lambda x: torch.tanh(torch.tensor(x)).item())
-floor_divide = _function("floor_divide", lambda a, b: torch.floor(a / b), lambda a, b: float(a // b))  # of floats
+def _floats(on_tensors: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of a number, as PyTorch rounds it in float64."""
+    return lambda x: on_tensors(torch.tensor(x, dtype=torch.float64, device="cpu")).item()
+
+
+maximum = _function("maximum", torch.maximum, max, "The larger of `a` and `b`.")
+minimum = _function("minimum", torch.minimum, min, "The smaller of `a` and `b`.")
+where = _function(
+    "where",
+    torch.where,
+    lambda c, a, b: a if c else b,
+    "`a` where the bool `c` is True, else `b`; the functions' `if`.",
+)
+tanh = _function("tanh", torch.tanh, math.tanh, "Hyperbolic tangent, to float32 accuracy.")
+sigmoid = _function("sigmoid", torch.sigmoid, _floats(torch.sigmoid), "1 / (1 + exp(-x)).")
+exp = _function("exp", torch.exp, _floats(torch.exp), "e to the power x.")
+exp2 = _function("exp2", torch.exp2, _floats(torch.exp2), "2 to the power x.")
+log = _function("log", torch.log, _floats(torch.log), "Natural logarithm; -inf at 0, NaN below.")
+sqrt = _function("sqrt", torch.sqrt, _floats(torch.sqrt), "Square root, rounded once; NaN below 0.")
+truncate = _function(
+    "truncate", lambda x: x.long(), int, "x rounded towards 0, as an integer: what `.int()` and `.long()` give."
+)
+power = _function(
+    "pow", torch.pow, operator.pow,
+    "x ** y. y is an integer constant, for x of either sign; or 0.5, or anything where x is a float >= 0.",
+)  # fmt: skip
+floor_divide = _function(
+    "floor_divide", lambda a, b: torch.floor(a / b), lambda a, b: float(a // b), "a // b of floats."
+)
+
+
+def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """x within [min, max]; an end that is None is open."""
+    x = x if min is None else maximum(x, min)
+    return x if max is None else minimum(x, max)
 
 
 _INFIX_FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -128,8 +191,9 @@ _INFIX_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "!=": operator.ne, "&": operator.and_, "|": operator.or_, "^": operator.xor,
 }  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., Any]] = _INFIX_FUNCTIONS | {
-    "neg": operator.neg, "invert": operator.invert, "abs": abs,
-    "maximum": maximum, "minimum": minimum, "where": where, "tanh": tanh, "floor_divide": floor_divide,
+    "neg": operator.neg, "invert": operator.invert, "abs": abs, "maximum": maximum, "minimum": minimum,
+    "where": where, "tanh": tanh, "sigmoid": sigmoid, "exp": exp, "exp2": exp2, "log": log, "sqrt": sqrt,
+    "truncate": truncate, "pow": power, "floor_divide": floor_divide,
 }  # fmt: skip
 
 
@@ -141,11 +205,33 @@ def evaluate(e: Expr, symbols: Mapping[str, Any], aux: Sequence[Any], dtype: tor
     if e.op == "sym":
         return symbols[e.args[0]]
     if e.op == "aux":
-        value = aux[e.args[0]]
-        if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
-            return value
-        return value.to(dtype) if value.is_floating_point() else value.long()
-    return _FUNCTIONS[e.op](*(evaluate(a, symbols, aux, dtype) for a in e.args))
+        return _read(aux[e.args[0]], dtype)
+    if e.op == "gather":
+        table, indices = aux[e.args[0].args[0]], [evaluate(i, symbols, aux, dtype) for i in e.args[1:]]
+        return _read(table[places(table, indices)], dtype) if isinstance(table, torch.Tensor) else table[tuple(indices)]
+    return _FUNCTIONS[e.op](*_promoted(e.op, [evaluate(a, symbols, aux, dtype) for a in e.args]))
+
+
+def _promoted(op: str, args: list[Any]) -> list[Any]:
+    """Integers that become floats are float32: torch would take its default dtype, which users change."""
+    if op not in FLOATS and op != "/" and (op not in _INFIX_FUNCTIONS or float not in map(type, args)):
+        return args
+    return [a.float() if isinstance(a, torch.Tensor) and not a.is_floating_point() else a for a in args]
+
+
+def _read(value: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
+        return value
+    return value.to(dtype) if value.is_floating_point() else value.long()
+
+
+def places(table: torch.Tensor, indices: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Where a table is read: negative indices count from the end, and those beyond it are moved to its edge."""
+    found = []
+    for size, index in zip(table.shape, indices, strict=True):
+        i = torch.as_tensor(index, device=table.device)
+        found.append(torch.where(i < 0, i + size, i).clamp(0, size - 1))
+    return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,43 +246,3 @@ class Traced:
         if isinstance(self.found, tuple):
             return tuple(evaluate(e, symbols, aux) for e in self.found)
         return evaluate(self.found, symbols, aux)
-
-
-ZERO, ONE = lift(0.0), lift(1.0)
-
-
-def diff(e: Expr, name: str) -> Expr:
-    """Derivative of `e` with respect to the symbol `name`; what rises in steps and aux values are constants."""
-    if name not in e.leaves() or e.op in STEPS:
-        return ZERO
-    if e.op == "sym":
-        return ONE
-    if e.op == "where":
-        return Expr("where", (e.args[0], *(diff(a, name) for a in e.args[1:])))
-    parts = [diff(a, name) for a in e.args]
-    if e.op == "neg" or (e.op == "-" and parts[0] is ZERO):
-        return Expr("neg", (parts[-1],))
-    if e.op in ("+", "-"):
-        return parts[0] if parts[1] is ZERO else parts[1] if parts[0] is ZERO else Expr(e.op, tuple(parts))
-    if e.op == "*":
-        left, right = _times(parts[0], e.args[1]), _times(e.args[0], parts[1])
-        return left if right is ZERO else right if left is ZERO else Expr("+", (left, right))
-    if e.op == "/":
-        falls = _times(e, parts[1])
-        rise = parts[0] if falls is ZERO else Expr("-", (parts[0], falls))
-        return Expr("/", (rise, e.args[1]))
-    if e.op == "tanh":
-        return _times(Expr("-", (ONE, Expr("*", (e, e)))), parts[0])
-    if e.op == "abs":
-        x, rise = e.args[0], parts[0]
-        return where(x > 0, rise, where(x < 0, Expr("neg", (rise,)), ZERO))  # type: ignore[no-any-return]
-    if e.op in ("maximum", "minimum"):  # of equal ones half of each, as PyTorch has it
-        (x, y), (one, other) = e.args, parts if e.op == "maximum" else parts[::-1]
-        return where(x > y, one, where(x < y, other, Expr("*", (Expr("+", (one, other)), lift(0.5)))))  # type: ignore[no-any-return]
-    raise NotImplementedError(f"no derivative is known for `{e.op}` in {e.text()}")
-
-
-def _times(a: Expr, b: Expr) -> Expr:
-    if a is ZERO or b is ZERO:
-        return ZERO
-    return b if a is ONE else a if b is ONE else Expr("*", (a, b))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-from itertools import pairwise
+from functools import cache
 from typing import Any, Literal
 
 import torch
 
-from sartor.checks import dense, is_integer, sides
+from sartor.checks import dense, is_integer, needs_operator, sides
+from sartor.lengths.intervals import NO_SIDE, Cache, Pair, cached_table, packed_intervals
 from sartor.mods.core import BIG, Mask, interval, over
-from sartor.mods.expr import where
+from sartor.mods.expr import minimum, where
 from sartor.mods.tracing import four_dims
 
 Align = Literal["bottom_right", "top_left"]
@@ -40,7 +41,8 @@ def causal(align: Align = "bottom_right") -> Mask:
 
 def everything() -> Mask:
     """Every query attends to every key, which is looked at pair by pair."""
-    return Mask(lambda b, h, q, kv, aux: kv >= 0, name="full")
+    nowhere = lambda b, h, position: (0, BIG, BIG, 0)  # noqa: E731 - rows and columns alike
+    return Mask(lambda b, h, q, kv: kv >= 0, (), nowhere, nowhere, "full")
 
 
 def window(left: int | None, right: int | None, align: Align = "bottom_right") -> Mask:
@@ -108,18 +110,26 @@ def document(ids: torch.Tensor, kv_ids: torch.Tensor | None = None) -> Mask:
     )
 
 
-_OF_ROWS, _OF_COLUMNS = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2, 1), 2))
+_OF_ROWS, _OF_COLUMNS, _OF_ITEMS = (
+    torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((1, 1, 2, 1), (1, 1, 1, 2), (2, 1, 1, 1))
+)
 _INTERVALS = interval(
     rows=lambda b, h, q, aux: (aux[0], aux[1]),
     cols=lambda b, h, kv, aux: (aux[2], aux[3]),
     aux=(_OF_ROWS, _OF_ROWS, _OF_COLUMNS, _OF_COLUMNS),
-    name="intervals",
+    name="packed",
 )
-_FROM_THE_FIRST = interval(  # of which the keys may be taken in parts
-    rows=lambda b, h, q, aux: (None, aux[0]),
-    cols=lambda b, h, kv, aux: (aux[1], aux[2]),
-    aux=(_OF_ROWS, _OF_COLUMNS, _OF_COLUMNS),
-    name="intervals",
+_FILLED = interval(  # aux: length, shift + right + 1; of which the keys may be taken in parts
+    rows=lambda b, h, q, aux: (None, minimum(aux[0], q + aux[1])),
+    cols=lambda b, h, kv, aux: (kv - aux[1] + 1, where(kv < aux[0], BIG, 0)),
+    aux=(_OF_ITEMS, _OF_ITEMS),
+    name="cached",
+)
+_FILLED_WINDOW = interval(  # aux: length, shift + right + 1, shift - left
+    rows=lambda b, h, q, aux: (q + aux[2], minimum(aux[0], q + aux[1])),
+    cols=lambda b, h, kv, aux: (kv - aux[1] + 1, where(kv < aux[0], kv - aux[2] + 1, 0)),
+    aux=(_OF_ITEMS, _OF_ITEMS, _OF_ITEMS),
+    name="cached",
 )
 
 
@@ -136,38 +146,33 @@ def packed(
 
     Both are integers of shape (sequences + 1,), from 0 on. `causal` and `window` are those of each sequence, aligned at
     its last query and key, and not given to `attention` besides. What lies past the last sequence sees nothing and is
-    seen by none. Values are checked where they are on the CPU: elsewhere that would wait for the device.
+    seen by none. On a GPU one kernel makes it. `sartor.check` says when values are looked at; others are clamped.
     """
-    given = ("cu_seqlens_q", cu_seqlens_q, seqlen_q), ("cu_seqlens_kv", cu_seqlens_kv, seqlen_kv)
-    for name, t, length in given:
-        _check_integers(name, t, "(sequences + 1,)", (1,))
-        if t.shape[0] == 0 or t.shape != cu_seqlens_q.shape:
+    return packed_as("cu_seqlens_kv", cu_seqlens_q, cu_seqlens_kv, (seqlen_q, seqlen_kv), ends_of(causal, window))
+
+
+def packed_as(name: str, cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Pair, sides: Pair) -> Mask:
+    """`packed`, with the name of cu_kv in errors."""
+    for own, t in (("cu_seqlens_q", cu_q), (name, cu_kv)):
+        if own == name and t is cu_q:
+            break
+        _check_integers(own, t, "(sequences + 1,)", (1,))
+        if t.shape[0] == 0 or t.shape[0] != cu_q.shape[0]:
             raise ValueError(
-                f"{name} must have one element more than there are sequences, as many as cu_seqlens_q, got"
-                f" {t.shape[0]} and {cu_seqlens_q.shape[0]}"
+                f"{own} must have one element more than there are sequences, as many as cu_seqlens_q, got"
+                f" {t.shape[0]} and {cu_q.shape[0]}"
             )
-        if t.device != cu_seqlens_q.device:
-            raise ValueError(f"{name} must be on the device of cu_seqlens_q, {cu_seqlens_q.device}, got {t.device}")
-        _check_ends(name, known(t), length)
+        if t.device != cu_q.device:
+            raise ValueError(f"{own} must be on the device of cu_seqlens_q, {cu_q.device}, got {t.device}")
+    rows, cols = packed_intervals(cu_q, cu_kv, lengths, sides, name)
+    return _over(_INTERVALS, (*rows.unbind(), *cols.unbind()), (2, *lengths))
+
+
+def ends_of(causal: bool, window: tuple[int | None, int | None] | None) -> Pair:
+    """How far a query sees to the left and to the right of the diagonal, as tables are made for."""
     left, right = (None, None) if window is None else sides(window)
     right = 0 if causal else right
-    q, kv = cu_seqlens_q.int(), cu_seqlens_kv.int()
-    rows, cols = _within(q, kv, seqlen_q, left, right), _within(kv, q, seqlen_kv, right, left)
-    return over(_INTERVALS, *(t[:, None] for t in rows), *cols)
-
-
-def known(t: torch.Tensor) -> list[int]:
-    """Its values; none where looking at them would wait for the device, or break a graph."""
-    return t.tolist() if t.device.type == "cpu" and not torch.compiler.is_compiling() else []
-
-
-def _check_ends(name: str, ends: list[int], length: int) -> None:
-    if not ends:
-        return
-    if ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
-        raise ValueError(f"{name} must begin with 0 and never fall, got {ends[:20]}")
-    if ends[-1] > length:
-        raise ValueError(f"{name} must end at the number of tokens, {length}, or before, got {ends[-1]}")
+    return NO_SIDE if left is None else min(left, NO_SIDE), NO_SIDE if right is None else min(right, NO_SIDE)
 
 
 def cached(
@@ -180,47 +185,34 @@ def cached(
     """Of `seqlen_kv` places in a cache, the first lengths[b] are keys of batch item b, its last query's among them.
 
     `lengths` are integers (batch,). `causal` and `window` are aligned at an item's last query and last key, and not
-    given to `attention` besides. Values are checked where they are on the CPU: elsewhere that would be a wait.
+    given to `attention` besides. `sartor.check` says when values are looked at; others are clamped.
     """
     _check_integers("lengths", lengths, "(batch,)", (1,))
-    wrong = [n for n in known(lengths) if not 0 <= n <= seqlen_kv]
-    if wrong:
-        raise ValueError(f"lengths must be between 0 and the {seqlen_kv} places there are, got {wrong[0]}")
-    left, right = (None, None) if window is None else sides(window)
-    right = 0 if causal else right
-    before = lengths.int().view(-1, 1, 1, 1) - seqlen_q
-    q = torch.arange(seqlen_q, dtype=torch.int32, device=lengths.device)[:, None] + before
-    kv = torch.arange(seqlen_kv, dtype=torch.int32, device=lengths.device) - before
-    hi, first = (before + seqlen_q).expand_as(q), torch.zeros_like(kv)
-    last = torch.where(kv < seqlen_q, seqlen_q, 0).int()
-    if right is not None:
-        hi, first = torch.minimum(hi, q + min(right, BIG) + 1), kv - min(right, BIG)
-    if left is None:
-        return over(_FROM_THE_FIRST, hi, first, last)
-    return over(_INTERVALS, q - min(left, BIG), hi, first, torch.minimum(last, kv + min(left, BIG) + 1))
+    ends = ends_of(causal, window)
+    return of_cache(cached_table(lengths, lengths, ends, Cache(lengths.shape[0], seqlen_q, seqlen_kv)), ends)
 
 
-def diagonal(own: torch.Tensor, others: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each of `length` places among packed sequences, the number of its sequence, and where among the other ones the
-    place lies that is as far from its sequence's end."""
-    place = torch.arange(length, dtype=torch.int32, device=own.device)
-    number = torch.searchsorted(own[1:].contiguous(), place, right=True)
-    after = (number + 1).clamp(max=own.shape[0] - 1)
-    return number, others[after] - own[after] + place
+def of_cache(table: torch.Tensor, ends: Pair) -> Mask:
+    """The mask over a table of `cached_table`, which was made with these ends."""
+    length, _, first, end = table.unbind()
+    template, used = (_FILLED, (length, end)) if ends[0] == NO_SIDE else (_FILLED_WINDOW, (length, end, first))
+    return _over(template, used, (table.shape[1], 2, 2))
 
 
-def _within(
-    own: torch.Tensor, others: torch.Tensor, length: int, before: int | None, after: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each place, the interval of places in the other's sequence that it goes with; empty past the last one."""
-    number, place = diagonal(own, others, length)
-    end = (number + 1).clamp(max=own.shape[0] - 1)
-    lo, hi = others[end - 1], others[end]  # for no sequence at all, the last element twice: none
-    if before is not None:
-        lo = torch.maximum(lo, place - min(before, BIG))
-    if after is not None:
-        hi = torch.minimum(hi, place + min(after, BIG) + 1)
-    return lo, torch.where(number < own.shape[0] - 1, hi, lo)
+def _over(template: Mask, tensors: tuple[torch.Tensor, ...], sizes: tuple[int, int, int]) -> Mask:
+    """`over`, in a third of its time, for tensors of as many items, queries and keys, where they vary along these."""
+    if needs_operator(tensors[0]):  # what is kept must be made of plain tensors
+        return over(template, *tensors)
+    items, queries, keys = sizes
+    return _varying(template, items == 1, queries == 1, keys == 1).filled(tensors)
+
+
+@cache
+def _varying(template: Mask, item: bool, query: bool, key: bool) -> Mask:
+    """The template over tensors that do not vary along the dims of which there is but one."""
+    single = item, True, query, key
+    shapes = [[1 if one else n for one, n in zip(single, t.shape, strict=True)] for t in template.tensors]
+    return template.with_tensors([torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes])
 
 
 def _check_integers(name: str, t: Any, shape: str, dims: tuple[int, ...]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import torch
 
-from sartor.mods.core import Score, over
+from sartor.lengths.intervals import packed_places
+from sartor.mods.core import BIG, Score, over
 from sartor.mods.expr import tanh
-from sartor.mods.masks import diagonal, offset
+from sartor.mods.masks import offset
 from sartor.mods.tracing import four_dims
 
 
@@ -25,26 +26,36 @@ def alibi(slopes: torch.Tensor, dtype: torch.dtype = torch.float32) -> Score:
     return Score(lambda s, b, h, q, kv, aux: s - aux[0] * abs(q + aux[1] - kv), aux, "alibi")
 
 
+_SLOPES = torch.empty(2, 1, 1, dtype=torch.float32, device="meta")
 _OF_PLACES = Score(
     lambda s, b, h, q, kv, aux: s - aux[0] * abs(aux[1] - kv),
-    (torch.empty(2, 1, 1, device="meta"), torch.empty(2, 1, dtype=torch.int32, device="meta")),
+    (_SLOPES, torch.empty(2, 1, dtype=torch.int32, device="meta")),
+    "alibi",
+)
+_OF_ITEMS = Score(
+    lambda s, b, h, q, kv, aux: s - aux[0] * abs(q + aux[1] - kv),
+    (_SLOPES[None], torch.empty(2, 1, 1, 1, dtype=torch.int32, device="meta")),
     "alibi",
 )
 
 
 def cached_alibi(slopes: torch.Tensor, lengths: torch.Tensor, seqlen_q: int) -> Score:
     """`alibi` with the lengths of `mods.cached`; slopes are (heads_q,) or (batch, heads_q)."""
-    place = torch.arange(seqlen_q, dtype=torch.int32, device=lengths.device)[:, None] + lengths.int().view(-1, 1, 1, 1)
-    return over(_OF_PLACES, slopes_table(slopes, torch.float32), place - seqlen_q)
+    return alibi_of_cache(slopes, lengths.long().clamp(0, BIG).int().view(-1, 1, 1, 1) - seqlen_q)
+
+
+def alibi_of_cache(slopes: torch.Tensor, shift: torch.Tensor) -> Score:
+    """`alibi` of items whose diagonals are moved by `shift`, int32 (batch, 1, 1, 1): the second of `cached_table`."""
+    return over(_OF_ITEMS, slopes_table(slopes, torch.float32), shift)
 
 
 def packed_alibi(slopes: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, seqlen_q: int) -> Score:
     """`alibi` of each of the sequences that `packed` keeps apart; slopes are (heads_q,) or (sequences, heads_q)."""
-    number, place = diagonal(cu_seqlens_q.int(), cu_seqlens_kv.int(), seqlen_q)
+    number, place = packed_places(cu_seqlens_q, cu_seqlens_kv, seqlen_q).unbind()
     if len(slopes) == 0:
         slopes = slopes.new_zeros(slopes.shape[-1], seqlen_q, 1)
     elif slopes.dim() == 2:
-        slopes = slopes[number.clamp(max=len(slopes) - 1)].T[..., None]
+        slopes = slopes.index_select(0, number).T[..., None]
     else:
         slopes = slopes[:, None, None]
     return over(_OF_PLACES, slopes.float(), place[:, None])

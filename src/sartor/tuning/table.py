@@ -20,7 +20,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from sartor.device import Device
-from sartor.kernels.spec import KernelSpec, Tile
+from sartor.kernels.spec import KernelSpec, Tile, legal
 from sartor.problem import Problem, mask_class
 
 SLICE = 64  # queries that a part of a block works on by itself, at most
@@ -62,13 +62,13 @@ def _never(p: Problem, dev: Device, tile: Tile) -> bool:
 
 def find(spec: KernelSpec, p: Problem, dev: Device) -> Row | None:
     """The row of a problem, if there is one whose tile is legal."""
-    legal, mask = list(spec.tiles(p, dev)), mask_class(p)
+    tiles, mask = legal(spec, p, dev), mask_class(p)
     masks = dict.fromkeys((mask, "full" if mask == "band" else "band"))
     dims = dict.fromkeys((bucket(p.dim, step), bucket(p.dim_v, step)) for step in (8, 16))
     fits = getattr(spec, "fits", _never)
     for widths, kind in product(dims, masks):
         some = rows(dev.arch).get((spec.name, p.dtype.itemsize * 8, *widths, kind), [])
-        some = [row for row in some if row.tile in legal or fits(p, dev, row.tile)]
+        some = [row for row in some if row.tile in tiles or fits(p, dev, row.tile)]
         best = next((row for row in some if p.seqlen_kv <= row.keys), None)
         if best:
             idle = best.tile.block_m - p.seqlen_q * p.group >= SLICE
@@ -83,10 +83,10 @@ def blocks(p: Problem, tile: Tile) -> int:
 
 def lookup(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile | None, str]:
     """The tuned tile for a problem, else the kernel's first legal one; and where it comes from."""
-    first = next(iter(spec.tiles(p, dev)), None)
-    if first is None:
+    tiles = legal(spec, p, dev)
+    if not tiles:
         return None, ""
     row = find(spec, p, dev)
-    tile, source = (row.tile, row.source) if row else (first, "first legal tile")
+    tile, source = (row.tile, row.source) if row else (tiles[0], "first legal tile")
     suited = getattr(spec, "suited", None)  # to how many tiles there are
     return (suited(p, dev, tile) if suited else tile), source

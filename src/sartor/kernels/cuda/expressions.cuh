@@ -16,6 +16,15 @@ template <class A, class B> DEVICE float divide(A a, B b) { return __fdiv_rn(flo
 DEVICE float ratio(float a, float b) { return a * reciprocal(b); }  // for scores: two units in the last place, no branch
 template <class A, class B> DEVICE float floor_divide(A a, B b) { return floorf(divide(a, b)); }  // of floats
 
+DEVICE float square_root(float x) { return __fsqrt_rn(x); }
+DEVICE float sigmoid(float x) { return __fdiv_rn(1.f, 1.f + expf(-x)); }
+DEVICE int truncate(float x) { return int(x); }
+// A place in a dim of a table: a negative one counts from the end, one beyond it is moved to its edge
+DEVICE i64 place(i64 i, i64 size) {
+  i = i < 0 ? i + size : i;
+  return i < 0 ? 0 : i < size ? i : size - 1;
+}
+
 // tanh but near 0: 4e-7 off
 DEVICE float tanh_far(float x) {
   return fmaf(-2.f, reciprocal_normal(power2(x * (2.f * LOG2_E)) + 1.f), 1.f);

@@ -24,7 +24,8 @@ TYPES = {
 _WIDEN = {"torch.float16": "Half16<false>::widen", "torch.bfloat16": "Half16<true>::widen", "torch.float64": "float"}
 _CALLS = {
     "/": "divide", "floor_divide": "floor_divide", "abs": "absolute",
-    "maximum": "maximum", "minimum": "minimum", "tanh": "tanh_exact", "where": "where",
+    "maximum": "maximum", "minimum": "minimum", "tanh": "tanh_exact", "where": "where", "exp": "expf", "exp2": "exp2f",
+    "log": "logf", "sqrt": "square_root", "sigmoid": "sigmoid", "truncate": "truncate",
 }  # fmt: skip
 _SCORE_CALLS = _CALLS | {"/": "ratio"}
 _LIMITS = {"q": "imin(q, n.seqlen_q - 1)", "k": "imin(kv, n.seqlen_kv - 1)"}
@@ -108,7 +109,8 @@ def _rise(program: Program, calls: Mapping[str, str]) -> list[str]:
 def signature(program: Program) -> str:
     """Letters of the kernel parameters that carry the aux values, as `nvrtc.Kernel` takes them."""
     return "".join(
-        NUMBERS[a.pattern][1] if a.pattern in NUMBERS else "P" + "q" * len(_strided(a.pattern)) for a in program.aux
+        NUMBERS[a.pattern][1] if a.pattern in NUMBERS else "P" + "q" * (a.dims or len(_strided(a.pattern)))
+        for a in program.aux
     )
 
 
@@ -116,7 +118,9 @@ def arguments(aux: tuple[Any, ...], program: Program) -> tuple[Any, ...]:
     """Aux values in the order of `signature`."""
     values: list[Any] = []
     for value, spec in zip(aux, program.aux, strict=True):
-        if isinstance(value, torch.Tensor):
+        if spec.dims:
+            values += [value.data_ptr(), *value.shape]
+        elif isinstance(value, torch.Tensor):
             strides = dict(zip("bhqk", value.stride(), strict=True))
             values += [value.data_ptr(), *(strides[c] for c in _strided(spec.pattern))]
         elif spec.pattern == "n" and not -(2**31) <= value < 2**31:
@@ -137,7 +141,7 @@ def _fields(program: Program, i: int) -> list[tuple[str, str]]:
     if spec.pattern in NUMBERS:
         return [(NUMBERS[spec.pattern][0], f"a{i}")]
     pointer = (f"const {TYPES[spec.dtype]}* __restrict__", f"a{i}")
-    return [pointer, *(("i64", f"a{i}_{c}") for c in _strided(spec.pattern))]
+    return [pointer, *(("i64", f"a{i}_{c}") for c in (range(spec.dims) if spec.dims else _strided(spec.pattern)))]
 
 
 def _text(
@@ -154,12 +158,23 @@ def _text(
         return str(e.args[0])
     if e.op == "aux":
         return _read(e.args[0], program, near)
+    if e.op == "gather":
+        return _gather(e, program, [_text(a, program, near, calls, known) for a in e.args[1:]])
     parts = [_text(a, program, near, calls, known) for a in e.args]
     if e.op in calls:
         return f"{calls[e.op]}({', '.join(parts)})"
     if e.op in ("neg", "invert"):
         return f"({'-' if e.op == 'neg' else '~'} {parts[0]})"  # which may begin with a sign of its own
     return f"({parts[0]} {'/' if e.op == '//' else e.op} {parts[1]})"
+
+
+def _gather(e: Expr, program: Program, indices: list[str]) -> str:
+    """An element of a table, which is dense."""
+    i, place = e.args[0].args[0], ""
+    for dim, text in enumerate(indices):
+        at = f"place({text}, x.a{i}_{dim})"
+        place = f"({place} * x.a{i}_{dim} + {at})" if place else at
+    return f"{_WIDEN.get(program.aux[i].dtype, '')}(x.a{i}[{place}])"
 
 
 def _is_wide(e: Expr, program: Program) -> bool:

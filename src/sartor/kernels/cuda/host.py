@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from sartor import nvrtc
 from sartor.device import Device
 from sartor.kernels.cuda import expressions, wgmma
+from sartor.mods.core import Program
 from sartor.problem import Problem, name_of
 
 FOLDER = Path(__file__).parent.parent
@@ -18,6 +21,7 @@ FOLDER = Path(__file__).parent.parent
 SHELVES = tuple(f"cuda/{name}.cuh" for name in ("expressions", "near", "softmax", "split", "wgmma"))
 COUNTERS = 4  # two of the scheduler, two of who splits float32
 _WORKSPACES: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+Made = TypeVar("Made")
 
 
 def reasons(p: Problem, dev: Device) -> list[str]:
@@ -50,16 +54,38 @@ class Cut(Protocol):
 
 def build(m: Cut, dtype: str, file: str, widths: Iterable[int]) -> nvrtc.Binary:
     """Compile a kernel, `file` in this folder, with a measure, the mods of its problem, and products of `dtype`, which
-    are as wide as `widths` says."""
+    are as wide as `widths` says. What was made in this process is found by these, without a look at the texts."""
+    return _built(file, dtype, tuple(m.defines().items()), m.p.program, m.near, m.p.dtype.itemsize == 2, tuple(widths))
+
+
+@lru_cache(maxsize=1024)
+def _built(
+    file: str, dtype: str, defines: tuple[tuple[str, Any], ...], program: Program, near: tuple[int, ...], half: bool,
+    widths: tuple[int, ...],
+) -> nvrtc.Binary:  # fmt: skip
     includes = nvrtc.headers(f'#include "{file}.cuh"', FOLDER)
     text = "\n".join([
         *(f'#include "{shelf}"' for shelf in SHELVES if shelf in includes),
-        *(f"#define {name} {value}" for name, value in m.defines().items()),
-        expressions.source(m.p.program, m.near, half=m.p.dtype.itemsize == 2),
+        *(f"#define {name} {value}" for name, value in defines),
+        expressions.source(program, near, half=half),
         wgmma.wrappers(widths, dtype),
         f'#include "{file}.cuh"',
     ])  # fmt: skip
     return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name=f"{file}.cu")
+
+
+def kept(make: Callable[[], Made]) -> Made:
+    """What `make` returns: tensors that outlive the call. It runs on a thread of its own, where neither the memory pool
+    of a CUDA graph nor inference mode reaches: torch.compile's graphs refuse what stays alive in their pool."""
+    if torch.cuda.is_current_stream_capturing():  # another thread's allocation would end the capture
+        return make()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+def like(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """A float32 tensor for `empty_like`, which parses fewer arguments than `empty`: one number, expanded."""
+    return kept(lambda: torch.empty(1, dtype=torch.float32, device=device)).expand(shape)
 
 
 def workspace(device: torch.device, marks: int = 0) -> torch.Tensor:
@@ -72,8 +98,15 @@ def workspace(device: torch.device, marks: int = 0) -> torch.Tensor:
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     found = _WORKSPACES.get(key)
     if found is None or found.numel() < size:
-        found = _WORKSPACES[key] = torch.zeros(size, dtype=torch.int32, device=device)
+        found = _WORKSPACES[key] = kept(lambda: _zeros(size, device))
     return found
+
+
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    zeros = torch.zeros(size, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # the launch that reads them is on another stream
+    return zeros
 
 
 def width(dim: int, few: int) -> int:

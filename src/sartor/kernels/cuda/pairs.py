@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sartor import nvrtc
-from sartor.kernels.parts import launch
+from sartor.kernels.triton import launch
 from sartor.problem import Problem
 
 if launch.available():
-    from sartor.kernels.parts import products, split
+    from sartor.kernels.triton import products, split
 
 
 def noise(p: Problem) -> float:

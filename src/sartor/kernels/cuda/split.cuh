@@ -1,8 +1,8 @@
-// float32 rows into pairs of float16 (parts/split.py), by warps of the kernel that reads the pairs.
+// float32 rows into pairs of float16 (triton/split.py), by warps of the kernel that reads the pairs.
 #pragma once
 #include "cuda/schedule.cuh"
 
-// The power of two that brings the largest element, `top`, into [2^14, 2^15), and its inverse (parts/maths.py)
+// The power of two that brings the largest element, `top`, into [2^14, 2^15), and its inverse (triton/maths.py)
 struct Power { float up, down; };
 DEVICE Power power_of_two(float top) {
   const int exponent = imax(__float_as_int(top) >> 23, 15);
@@ -53,7 +53,7 @@ template <int COLUMNS, int COUNT, bool VECTOR, bool STRICT> struct Splitter {
   static constexpr int LANES = PITCH > 64 ? 32 : PITCH > 32 ? 16 : PITCH > 16 ? 8 : PITCH > 8 ? 4 : 2;  // threads a row
   static constexpr int CHUNKS = ceil_div(PITCH, 4 * LANES), ABREAST = 64 / LANES, STEPS = ceil_div(COUNT, ABREAST);
   static constexpr int STEP_BYTES = 1024, bytes = STEPS * CHUNKS * STEP_BYTES;  // a thread reads what it copied, 16 bytes a step
-  static constexpr float ROOM = 1.f / 32768;  // parts/split.py
+  static constexpr float ROOM = 1.f / 32768;  // triton/split.py
 
   DEVICE static float over_row(float x) {  // the largest of a row's threads
     if constexpr (LANES == 32) x = __int_as_float(warp_max(__float_as_int(x)));

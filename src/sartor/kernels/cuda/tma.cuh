@@ -56,7 +56,7 @@ DEVICE void tma_load(u32 to, const TensorMap* map, u32 bar, u64 keep, int column
       "r"(batch), "r"(part) : "memory");
 }
 
-// A tile of a tensor of pairs (parts/split.py), which is 5-d (columns, rows, heads, batch, 2): its hi, then its lo
+// A tile of a tensor of pairs (triton/split.py), which is 5-d (columns, rows, heads, batch, 2): its hi, then its lo
 template <class Tile> struct Pair : Tile {
   static constexpr int lo = Tile::bytes, bytes = 2 * Tile::bytes;
 

@@ -1,0 +1,131 @@
+"""FlashAttention-3's functions (`flash_attn_interface`), names, order and defaults, over those of flash-attn 2.
+
+What the two have in common means the same; see `sartor.compat.flash_attn` for shapes. `num_splits` 1 keeps the keys
+whole; `pack_gqa` and `sm_margin` are accepted, and nothing depends on them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sartor.compat import flash_attn as two
+
+Tensor = torch.Tensor
+Window = tuple[int | None, int | None]
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """out, or (out, lse) with `return_attn_probs`. qv, the descales and attention_chunk raise NotImplementedError."""
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    found = two.flash_attn_func(
+        q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs
+    )
+    return found[:2] if isinstance(found, tuple) else found
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """As `flash_attn_func`, of packed sequences; seqused_q and seqused_k raise NotImplementedError."""
+    _refuse(
+        seqused_q=seqused_q, seqused_k=seqused_k, qv=qv, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, attention_chunk=attention_chunk,
+    )  # fmt: skip
+    found = two.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
+        softcap, None, deterministic, return_attn_probs,
+    )  # fmt: skip
+    return found[:2] if isinstance(found, tuple) else found
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Result:
+    """out, or (out, lse). Pages, rotary, packed queries and 8-bit scales raise NotImplementedError."""
+    _refuse(
+        qv=qv, page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        attention_chunk=attention_chunk,
+    )  # fmt: skip
+    return two.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, None,
+        softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, return_softmax_lse,
+    )  # fmt: skip
+
+
+def _refuse(**missing: Any) -> None:
+    for name, value in missing.items():
+        if value is not None and not (isinstance(value, int) and value == 0):
+            raise NotImplementedError(f"{name} must be left out, got {type(value).__name__}: it is not supported yet")

@@ -1,0 +1,61 @@
+"""All ranks of a group must make the same call. Whether they do is asked once for each configuration: what one rank
+finds wrong, or has other than the rest, becomes an error on all of them instead of a wait without end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from sartor.distributed.transport import Transport
+
+_AGREED: OrderedDict[Any, None] = OrderedDict()
+_MOST_AGREED = 4096
+WIDTH = 1024  # bytes of a description that other ranks get to read
+
+
+class Disagreement(ValueError):
+    """Ranks of a group called with arguments that do not go together; the message has each rank's."""
+
+
+def agree(transport: Transport, description: str, device: torch.device, error: Exception | None = None) -> None:
+    """Raise on every rank unless all have this description, and none has an error.
+
+    A description that all agreed on is not asked again; a rank that comes with a new one while others do not waits for
+    them until the time limit of the group, or that of the call, is over.
+    """
+    if transport.ranks == 1:
+        if error is not None:
+            raise error
+        return
+    key = (transport.group.group_name, description)
+    if error is None and key in _AGREED:
+        _AGREED.move_to_end(key)
+        return
+    said = description if error is None else f"{type(error).__name__}: {error}"
+    others = _exchange(transport, said, error is not None, device)
+    if error is not None:
+        raise error
+    wrong = [f"rank {rank}: {text}" for rank, (text, digest, bad) in enumerate(others) if bad or digest != _hash(said)]
+    if wrong:
+        own = f"rank {transport.rank}: {said[:WIDTH]}"
+        raise Disagreement("\n  ".join(["all ranks of the group must make the same call, got", own, *wrong]))
+    _AGREED[key] = None
+    if len(_AGREED) > _MOST_AGREED:
+        _AGREED.popitem(last=False)
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _exchange(transport: Transport, said: str, bad: bool, device: torch.device) -> list[tuple[str, bytes, bool]]:
+    """What every rank says: the beginning of its text, the digest of the whole, and whether it is an error."""
+    text = said.encode()[:WIDTH]
+    row = bytes([bad]) + _hash(said) + text + b"\0" * (WIDTH - len(text))
+    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
+    rows = transport.gather(mine, [tuple(mine.shape)] * transport.ranks)
+    found = [bytes(t.cpu().tolist()) for t in rows]
+    return [(r[33:].rstrip(b"\0").decode(errors="replace"), r[1:33], bool(r[0])) for r in found]

@@ -1,0 +1,52 @@
+"""All keys on every rank: one all-gather of k and v, one reduce-scatter of their gradients in float32 (Dubey et al.
+2024, section 3.3.2). For keys that are few, and for masks by which everything is seen from everywhere."""
+
+from __future__ import annotations
+
+import torch
+
+from sartor.distributed.local import Local, Sums
+from sartor.distributed.merge import Merged
+from sartor.distributed.sharding import Run, order
+from sartor.distributed.transport import Transport
+from sartor.kernels.spec import Saved
+
+Tensor = torch.Tensor
+
+
+class Gathered:
+    """One pass over all keys at once, in the order of the sequence."""
+
+    def __init__(self, local: Local, transport: Transport) -> None:
+        self.local, self.transport = local, transport
+        self.block = (Run(0, 0, 1, local.keys.seqlen),) if local.keys.seqlen else ()
+        self.counts = [local.keys.count(rank) for rank in range(transport.ranks)]
+
+    def forward(self, merged: Merged) -> None:
+        """Merge the results over all keys."""
+        self.local.add(merged, self.block, *self._all_keys())
+
+    def backward(self, saved: Saved) -> tuple[Sums, Tensor, Tensor]:
+        """The gradients of queries, and dk and dv of this rank's keys."""
+        sums = Sums(self.local)
+        k, v = self._all_keys()
+        found = sums.start(k, v)
+        self.local.gradients(self.block, k, v, saved, sums)
+        back = torch.argsort(order(self.local.keys, k.device))
+        own = []
+        for total, x in zip(found, (self.local.call.k, self.local.call.v), strict=True):
+            parts = [part.contiguous() for part in total.index_select(1, back).split(self.counts, 1)]
+            d = torch.zeros_like(x, dtype=total.dtype)
+            d[:, : self.counts[self.transport.rank]] = self.transport.reduce_scatter(parts)
+            own.append(d)
+        return sums, own[0], own[1]
+
+    def _all_keys(self) -> tuple[Tensor, Tensor]:
+        """k and v of the whole sequence."""
+        place = order(self.local.keys, self.local.call.k.device)
+        count = self.counts[self.transport.rank]
+        whole = []
+        for x in (self.local.call.k, self.local.call.v):
+            shapes = [(x.shape[0], n, *x.shape[2:]) for n in self.counts]
+            whole.append(torch.cat(self.transport.gather(x[:, :count], shapes), 1).index_select(1, place))
+        return whole[0], whole[1]

@@ -1,0 +1,199 @@
+"""What one rank computes: its queries against a block of keys, as dense problems of `sartor.attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from sartor import ops
+from sartor.distributed.merge import Merged
+from sartor.distributed.sharding import Runs, Sharding
+from sartor.distributed.shift import Frame, both, shifted, shifted_band
+from sartor.distributed.sight import Sight, sight
+from sartor.kernels.spec import Gradients, Saved
+from sartor.mods import masks, scores
+from sartor.mods.core import Mask, Score
+from sartor.mods.tracing import four_dims
+from sartor.problem import Call, wide
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Places of queries in the shard, of keys in the block, and the mods of the pairs."""
+
+    q: slice
+    kv: slice
+    frame: Frame | None = None  # None where every pair is attended to, and no score depends on its position
+    full: bool = True  # whether the mask in positions of the sequence allows every pair
+
+
+@dataclass
+class Local:
+    """A call on one rank. `call` holds the shards in layout bshd; what it says of positions means the sequence's.
+
+    `bias` and a bool tensor as `mask` are (batch, heads, places of this shard, seqlen_kv), sizes of 1 broadcast.
+    """
+
+    call: Call
+    queries: Sharding
+    keys: Sharding
+    rank: int
+    first_head: int = 0
+    heads: int = 0  # of all heads, how many are here from `first_head` on; 0: all
+
+    @cached_property
+    def sight(self) -> Sight:
+        """What the queries of every rank see."""
+        mask = self.call.mask if isinstance(self.call.mask, Mask) else None
+        return sight(self.call.causal, self.call.window, mask, self.queries, self.keys.seqlen)
+
+    @cached_property
+    def score(self) -> Score | None:
+        """The caller's score, then ALiBi, in positions of the sequence."""
+        call = self.call
+        if call.alibi_slopes is None:
+            return call.score
+        alibi = scores.alibi(call.alibi_slopes, wide(call.q.dtype))
+        return alibi if call.score is None else both(call.score, alibi)
+
+    @cached_property
+    def mask(self) -> Mask | None:
+        """The caller's mask in positions of the sequence."""
+        return self.call.mask if isinstance(self.call.mask, Mask) else None
+
+    @property
+    def _plain(self) -> bool:
+        """Whether a pair that the mask allows is like every other."""
+        call = self.call
+        return self.score is None and call.bias is None and not isinstance(call.mask, Tensor)
+
+    def rectangles(self, block: Runs) -> Iterator[Rectangle]:
+        """The dense problems of a block of keys that are not empty."""
+        cells: list[Rectangle] = []
+        for i, q in enumerate(self.queries.runs[self.rank]):
+            row: list[Rectangle] = []
+            for kv in block:
+                start, stop = self.sight.seen(self.rank, i, kv)
+                if start >= stop:
+                    continue
+                full = self.sight.is_full(self.rank, i, kv)
+                frame = Frame(q, kv, self.queries.seqlen, self.keys.seqlen, self.first_head, self.heads)
+                cell = Rectangle(q.places, kv.places, None if full and self._plain else frame, full)
+                row.append(cell)
+            cells += _joined(row)
+        yield from _stacked(cells)
+
+    def problem(self, at: Rectangle, k: Tensor, v: Tensor) -> Call:
+        """One of them as a call."""
+        call = self.call
+        mask = score = bias = None
+        if at.frame is not None:
+            mask = None if at.full else self._mask(at.frame)
+            if isinstance(call.mask, Tensor):
+                own = masks.from_tensor(self._pairs(call.mask, at))
+                mask = own if mask is None else both(own, mask)
+            score = None if self.score is None else shifted(self.score, at.frame)
+            bias = None if call.bias is None else self._pairs(call.bias, at)
+        return replace(
+            call, q=call.q[:, at.q], k=k[:, at.kv], v=v[:, at.kv], bias=bias, mask=mask, score=score,
+            alibi_slopes=None, sinks=None, causal=False, window=None, layout="bshd",
+        )  # fmt: skip
+
+    def _mask(self, frame: Frame) -> Mask | None:
+        call = self.call
+        band = shifted_band(call.causal, call.window, frame)
+        if self.mask is None:
+            return band
+        own = shifted(self.mask, frame)
+        return own if band is None else both(band, own)
+
+    def _pairs(self, table: Tensor, at: Rectangle) -> Tensor:
+        """What a table of this shard's queries and all keys holds for a rectangle; a view."""
+        return four_dims(table)[self.pairs(table, at)]
+
+    def pairs(self, table: Tensor, at: Rectangle) -> tuple[slice, ...]:
+        """Where in a table, taken to have four dims."""
+        assert at.frame is not None
+        table = four_dims(table)
+        every = slice(None)
+        return every, every, at.q if table.shape[2] > 1 else every, (
+            at.frame.kv.tokens if table.shape[3] > 1 else every
+        )  # fmt: skip
+
+    def add(self, merged: Merged, block: Runs, k: Tensor, v: Tensor) -> None:
+        """Merge the results over a block of keys."""
+        dtype = wide(self.call.q.dtype)
+        for at in self.rectangles(block):
+            call = replace(self.problem(at, k, v), out_dtype=dtype)
+            out, lse = ops.run(call, True)
+            merged.add(at.q, out, lse)
+
+    def gradients(self, block: Runs, k: Tensor, v: Tensor, saved: Saved, sums: Sums) -> None:
+        """Add what a block of keys and the queries give one another. `saved` is of the softmax over all keys, whose
+        probabilities are exp(score - lse) here too: FlashAttention's backward (Dao 2023, algorithm 2) needs no more."""
+        for at in self.rectangles(block):
+            call = self.problem(at, k, v)
+            rows = Saved(
+                saved.out[:, at.q].contiguous(), saved.lse[:, :, at.q].contiguous(), saved.dout[:, at.q].contiguous(),
+                None if saved.dlse is None else saved.dlse[:, :, at.q].contiguous(),
+            )  # fmt: skip
+            prepared = ops.prepare(call)
+            sums.add(self, at, ops._backward(prepared, prepared.operands(call), rows))
+
+
+def _joined(row: list[Rectangle]) -> list[Rectangle]:
+    """Neighbours of one run of queries that need no mods as one."""
+    found: list[Rectangle] = []
+    for cell in row:
+        last = found[-1] if found else None
+        if last is not None and last.frame is cell.frame is None and last.kv.stop == cell.kv.start:
+            found[-1] = replace(last, kv=slice(last.kv.start, cell.kv.stop))
+        else:
+            found.append(cell)
+    return found
+
+
+def _stacked(cells: list[Rectangle]) -> list[Rectangle]:
+    """Those of neighbouring runs of queries that need no mods and have the same keys as one."""
+    found: list[Rectangle] = []
+    for cell in cells:
+        for i, other in enumerate(found):
+            if other.frame is cell.frame is None and other.kv == cell.kv and other.q.stop == cell.q.start:
+                found[i] = replace(other, q=slice(other.q.start, cell.q.stop))
+                break
+        else:
+            found.append(cell)
+    return found
+
+
+class Sums:
+    """Gradients in float32 (float64 for float64 inputs) as far as they were added: of the queries and the bias of this
+    rank, and of the block of keys that `start` was told of last."""
+
+    def __init__(self, local: Local) -> None:
+        call = local.call
+        self.dtype = wide(call.q.dtype)
+        self.dq = torch.zeros_like(call.q, dtype=self.dtype)
+        self.dbias: Any = None
+        if call.bias is not None and call.bias_gradient:
+            self.dbias = torch.zeros(four_dims(call.bias).shape, dtype=self.dtype, device=call.q.device)
+
+    def start(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """dk and dv of a block, from now on."""
+        self.dk, self.dv = (torch.zeros(t.shape, dtype=self.dtype, device=t.device) for t in (k, v))
+        return self.dk, self.dv
+
+    def add(self, local: Local, at: Rectangle, g: Gradients) -> None:
+        """Take in the gradients of one rectangle."""
+        self.dq[:, at.q] += g.dq
+        self.dk[:, at.kv] += g.dk
+        self.dv[:, at.kv] += g.dv
+        if self.dbias is not None and g.dbias is not None:
+            total = self.dbias[local.pairs(local.call.bias, at)]  # type: ignore[arg-type]
+            total += g.dbias

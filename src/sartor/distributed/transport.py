@@ -1,0 +1,130 @@
+"""Tensors between ranks, by torch.distributed alone: batched point-to-point, all-to-all, all-gather, reduce-scatter.
+
+NCCL runs what is posted on a stream of its own, which waits for what the current stream holds at that moment; `wait`
+makes the current stream wait for it. Gloo takes tensors on the CPU: others are copied there and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Pending:
+    """Transfers under way. `wait` ends them and gives what was received."""
+
+    works: list[Any] = field(default_factory=list)
+    received: list[Tensor] = field(default_factory=list)
+    device: torch.device | None = None  # where what was received goes, if it did not come there
+    kept: list[Tensor] = field(default_factory=list)  # what is being sent
+    timeout: timedelta | None = None
+
+    def wait(self) -> list[Tensor]:
+        """What was received, once it is there. Raises RuntimeError when a rank is lost, or the time limit is over."""
+        for work in self.works:
+            work.wait() if self.timeout is None else work.wait(self.timeout)
+        self.works, self.kept = [], []
+        if self.device is not None:
+            self.received = [t.to(self.device) for t in self.received]
+        return self.received
+
+
+class Transport:
+    """The ranks of a process group, or this one alone where there is none."""
+
+    def __init__(self, group: Any, timeout: float | None = None) -> None:
+        self.group = group
+        self.timeout = None if timeout is None else timedelta(seconds=timeout)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+
+    @classmethod
+    def named(cls, name: str, timeout: float = 0.0) -> Transport:
+        """That of a group that a graph names; "" is this rank alone, a timeout of 0 the group's own."""
+        group = distributed_c10d._resolve_process_group(name) if name else None  # type: ignore
+        return cls(group, timeout or None)
+
+    def staged(self, device: torch.device) -> bool:
+        """Whether tensors of a device go by way of the CPU."""
+        if device.type == "cpu" or self.group is None:
+            return False
+        for entry in dist.get_backend_config(self.group).split(","):
+            kind, _, backend = entry.partition(":")
+            if kind == device.type:
+                return backend == "gloo"
+        return "gloo" in dist.get_backend_config(self.group)
+
+    def post(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[tuple[int, ...], int]], like: Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> Pending:  # fmt: skip
+        """Begin to send (tensor, to rank) and to receive (shape, from rank), in one batch.
+
+        What is received has the device of `like`, and its dtype unless another is given.
+        """
+        pending = Pending(timeout=self.timeout)
+        if not sends and not receives:
+            return pending
+        staged = self.staged(like.device)
+        device = torch.device("cpu") if staged else like.device
+        pending.device = like.device if staged else None
+        pending.kept = [t.contiguous().to(device) for t, _ in sends]
+        pending.received = [torch.empty(s, dtype=dtype or like.dtype, device=device) for s, _ in receives]
+        ops = [self._op(dist.isend, t, to) for t, (_, to) in zip(pending.kept, sends, strict=True)]
+        ops += [self._op(dist.irecv, t, source) for t, (_, source) in zip(pending.received, receives, strict=True)]
+        pending.works = dist.batch_isend_irecv(ops)
+        return pending
+
+    def _op(self, kind: Any, t: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, t, peer=dist.get_global_rank(self.group, peer), group=self.group)
+
+    def gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """The tensor of every rank, of these shapes, which differ in one dim at most."""
+        if self.ranks == 1:
+            return [x]
+        longest = max(shapes, key=lambda shape: torch.Size(shape).numel())
+        staged = self.staged(x.device)
+        mine = x.new_zeros(torch.Size(longest).numel(), device="cpu" if staged else None)
+        mine[: x.numel()] = x.reshape(-1)
+        found = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._finish(dist.all_gather(found, mine, group=self.group, async_op=True))
+        return [t[: torch.Size(s).numel()].view(s).to(x.device) for t, s in zip(found, shapes, strict=True)]
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over ranks of what each has for this one; parts[r] is for rank r, and of one shape on all ranks."""
+        if self.ranks == 1:
+            return parts[0]
+        longest = max(part.numel() for part in parts)
+        device = torch.device("cpu") if self.staged(parts[0].device) else parts[0].device
+        sent = torch.zeros((self.ranks, longest), dtype=parts[0].dtype, device=device)
+        for row, part in zip(sent, parts, strict=True):
+            row[: part.numel()] = part.reshape(-1)
+        total = torch.empty_like(sent[0])
+        self._finish(dist.reduce_scatter_tensor(total, sent.view(-1), group=self.group, async_op=True))
+        own = parts[self.rank]
+        return total[: own.numel()].view(own.shape).to(own.device)
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """parts[r] goes to rank r; from rank r comes one of shapes[r]."""
+        if self.ranks == 1:
+            return list(parts)
+        device = torch.device("cpu") if self.staged(parts[0].device) else parts[0].device
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        sent = torch.cat([part.reshape(-1) for part in parts]).to(device)
+        got = torch.empty(sum(sizes), dtype=sent.dtype, device=device)
+        self._finish(
+            dist.all_to_all_single(got, sent, sizes, [part.numel() for part in parts], group=self.group, async_op=True)
+        )
+        return [t.view(s).to(parts[0].device) for t, s in zip(got.split(sizes), shapes, strict=True)]
+
+    def _finish(self, work: Any) -> None:
+        work.wait() if self.timeout is None else work.wait(self.timeout)

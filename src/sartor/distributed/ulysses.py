@@ -1,0 +1,125 @@
+"""All-to-all between sequence and heads (Jacobs et al. 2023): each rank gets some of the heads over the tokens of all
+ranks of a group, and gives its results back. Each is the other's backward."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from sartor.distributed.agreement import agree
+from sartor.distributed.operator import check_places
+from sartor.distributed.sharding import Sharding
+from sartor.distributed.transport import Transport
+
+Tensor = torch.Tensor
+_LIBRARY = torch.library.Library("sartor", "FRAGMENT")
+_LIBRARY.define("spread_heads(Tensor x, str group, str sharding, int first, float timeout) -> Tensor")
+_LIBRARY.define("collect_heads(Tensor x, str group, str sharding, int first, float fill, float timeout) -> Tensor")
+
+
+def spread_heads(x: Tensor, group: str, sharding: str, first: int, timeout: float) -> Tensor:
+    """(batch, places, heads, dim) of one shard to (batch, tokens of the group, heads // ranks, dim).
+
+    Args:
+        x: the shard of rank `first + r`, r being the number in the group.
+        group: its name.
+        sharding: the text of the sharding, whose shards first .. first + ranks - 1 the group has.
+        first: the group's first shard.
+        timeout: seconds, 0 for the group's own.
+
+    Returns:
+        Heads r * heads // ranks and on of the tokens in the order of `Sharding.joined`.
+    """
+    found: Tensor = torch.ops.sartor.spread_heads(x, group, sharding, first, timeout)
+    return found
+
+
+def collect_heads(x: Tensor, group: str, sharding: str, first: int, fill: float, timeout: float) -> Tensor:
+    """The inverse of `spread_heads`; padding is filled with `fill`."""
+    found: Tensor = torch.ops.sartor.collect_heads(x, group, sharding, first, fill, timeout)
+    return found
+
+
+@torch.library.impl(_LIBRARY, "spread_heads", "CompositeExplicitAutograd")
+def _spread(x: Tensor, group: str, sharding: str, first: int, timeout: float) -> Tensor:
+    transport, whole = Transport.named(group, timeout), Sharding.parse(sharding)
+    ranks, error = transport.ranks, None
+    try:
+        check_places("q, k or v", x, whole, first + transport.rank)
+        if x.shape[2] % ranks:
+            raise ValueError(f"heads must be a multiple of the {ranks} ranks that share them, got {x.shape[2]}")
+    except ValueError as wrong:
+        error = wrong
+    said = (
+        ""
+        if error
+        else f"all-to-all of (batch {x.shape[0]}, heads {x.shape[2:]}) {x.dtype}, `{sharding}` from {first} on"
+    )
+    agree(transport, said, x.device, error)
+    counts = [whole.count(first + r) for r in range(ranks)]
+    b, heads, dim = x.shape[0], x.shape[2] // ranks, x.shape[3]
+    parts = x[:, : counts[transport.rank]].split(heads, 2)
+    got = transport.all_to_all([p.contiguous() for p in parts], [(b, n, heads, dim) for n in counts])
+    return torch.cat(got, 1).index_select(1, _order(sharding, ranks, first).to(x.device))
+
+
+@torch.library.impl(_LIBRARY, "collect_heads", "CompositeExplicitAutograd")
+def _collect(x: Tensor, group: str, sharding: str, first: int, fill: float, timeout: float) -> Tensor:
+    transport, whole = Transport.named(group, timeout), Sharding.parse(sharding)
+    ranks, mine = transport.ranks, first + transport.rank
+    counts = [whole.count(first + r) for r in range(ranks)]
+    b, _, heads, dim = x.shape
+    back = torch.argsort(_order(sharding, ranks, first)).to(x.device)
+    parts = [p.contiguous() for p in x.index_select(1, back).split(counts, 1)]
+    own = counts[transport.rank]
+    got = transport.all_to_all(parts, [(b, own, heads, dim)] * ranks)
+    padding = x.new_full((b, whole.sizes[mine] - own, heads * ranks, dim), fill)
+    return torch.cat([torch.cat(got, 2), padding], 1)
+
+
+@lru_cache(maxsize=256)
+def _order(sharding: str, ranks: int, first: int) -> Tensor:
+    """Where each token of the joined shard is among the tokens of its members, one after the other."""
+    whole = Sharding.parse(sharding)
+    members = torch.cat([whole.tokens(first + r) for r in range(ranks)])
+    wanted = whole.joined(ranks).tokens(first // ranks)
+    place = torch.argsort(members)
+    return place[torch.searchsorted(members[place], wanted)]
+
+
+@torch.library.register_fake("sartor::spread_heads", lib=_LIBRARY)
+def _spread_fake(x: Tensor, group: str, sharding: str, first: int, timeout: float) -> Tensor:
+    ranks = Transport.named(group).ranks
+    tokens = Sharding.parse(sharding).joined(ranks).sizes[first // ranks]
+    return x.new_empty((x.shape[0], tokens, x.shape[2] // ranks, x.shape[3]))
+
+
+@torch.library.register_fake("sartor::collect_heads", lib=_LIBRARY)
+def _collect_fake(x: Tensor, group: str, sharding: str, first: int, fill: float, timeout: float) -> Tensor:
+    transport = Transport.named(group)
+    places = Sharding.parse(sharding).sizes[first + transport.rank]
+    return x.new_empty((x.shape[0], places, x.shape[2] * transport.ranks, x.shape[3]))
+
+
+def _spread_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.group, ctx.sharding, ctx.first, ctx.timeout = inputs
+
+
+def _collect_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.group, ctx.sharding, ctx.first, _, ctx.timeout = inputs
+
+
+def _spread_backward(ctx: Any, g: Tensor) -> Any:
+    return collect_heads(g, ctx.group, ctx.sharding, ctx.first, 0.0, ctx.timeout), None, None, None, None
+
+
+def _collect_backward(ctx: Any, g: Tensor) -> Any:
+    return spread_heads(g, ctx.group, ctx.sharding, ctx.first, ctx.timeout), None, None, None, None, None
+
+
+torch.library.register_autograd("sartor::spread_heads", _spread_backward, setup_context=_spread_context, lib=_LIBRARY)
+torch.library.register_autograd(
+    "sartor::collect_heads", _collect_backward, setup_context=_collect_context, lib=_LIBRARY
+)

@@ -1,0 +1,423 @@
+// Attention backward of float16 and bfloat16 for Hopper (sm_90a): one text, one kernel to three.
+//
+// A block holds rows of two operands, X and Y, each of its GROUPS warpgroups 64 of them, and steps over tiles of BLOCK rows
+// of the other two, x and y. KEYS: it holds keys and values, steps over queries and dout, and computes dk (DX), dv (DY) or
+// both. Otherwise it holds queries and dout, steps over keys and values, and computes dq (DX). Scores stand with the held
+// rows along M, so that weights and score gradients are A operands as they are:
+//
+//     s = X x^T    w = exp2(s - lse)    dp = Y y^T (DX)    ds = w (dp - delta)    dy += w y (DY)    dx += ds x (DX)
+//
+// A thread has 64 rows of a gradient in registers: all columns of two up to head dim 128, of one up to 256. dv alone wants
+// neither Y nor dp.
+//
+// Warpgroups share tiles and nothing else: while one makes weights, the others multiply.
+//
+// FUSED: KEYS computes dq too, which saves two products of seven. A warpgroup leaves its score gradients in shared memory,
+// and multiplies those of the block with the held keys a tile later, so that the other one may be half a tile behind. Its
+// part of a tile's dq, 64 queries by 64 columns, is added to float32 sums, by blocks in any order; `round_dq` makes 16 bits
+// of them.
+//
+// The measure, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
+// swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its own),
+// MASK (0 none, 1 an interval a row), SCORE (of scores: 0 no change, 1 one whose derivative is 1, 2 any), BF16; PREPROCESS
+// (whether `preprocess` is in this text too) and for it WIDE (whether out has float32).
+#pragma once
+#include "cuda/wgmma.cuh"
+
+using Held = Staged<DIM, 64, WIDTH>;
+using Tile = Staged<DIM, BLOCK, WIDTH>;
+using Half = Half16<BF16>;
+constexpr bool RISES = SCORE == 2 && DX;  // whether there are derivatives of the score function to multiply with
+constexpr int STEPS = DIM / 16, HELD = 1 + DX;  // HELD: tiles of a warpgroup
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 240;
+
+constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, of a warpgroup and of a warp
+constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's last three products, not the second
+
+// ---- shared memory: held tiles, stepped tiles, score gradients of two tiles (FUSED), of each stage lse and delta of its rows
+// (KEYS), barriers
+using Slopes = Staged<64 * GROUPS, BLOCK, 64>;  // score gradients, queries by keys: a chunk a warpgroup
+constexpr int AT_STAGES = HELD * GROUPS * Held::bytes, STAGE_BYTES = (2 - APART) * Tile::bytes;
+constexpr int AT_Y = AT_STAGES + STAGES * STAGE_BYTES;  // APART
+constexpr int AT_SLOPES = AT_Y + APART * Tile::bytes;
+constexpr int AT_ROWS = AT_SLOPES + FUSED * 2 * Slopes::bytes, DELTA = 4 * BLOCK, ROWS_BYTES = KEYS ? 8 * BLOCK : 0;
+constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES;
+
+struct Rings {
+  u32 held;  // a barrier
+  Ring<STAGES> tiles;
+  Ring<2> slopes;
+#if APART
+  Ring<1> y{slopes.bars};  // in their place
+#endif
+  DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(held + 16), slopes(tiles.bars + 16 * STAGES) {}
+  DEVICE void init() const {  // by one thread; a stage is full when its two tiles and what goes with its rows are there
+    barrier_init(held, HELD * GROUPS);
+    tiles.init(4 * GROUPS, 2 - APART + KEYS * (1 + DX));
+#if APART
+    y.init(4 * GROUPS);
+#endif
+    if (FUSED) slopes.init(4 * GROUPS, 4 * GROUPS);
+    barrier_publish();
+  }
+};
+
+struct Tensors {
+  const TensorMap *held_x, *held_y, *x, *y;
+  const float *lse, *delta;  // (batch, heads_q, rows_pitch), lse as log2
+  u16 *dx, *dy;
+  i64 dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row;
+  int* marks;   // one for 64 held rows of a head
+  float* sums;  // dq, unscaled: tiles of heads, in parts that lie as threads have them (FUSED)
+};
+#include "cuda/backward.cuh"
+
+DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread orders tiles
+  const Tensors& t = task.t;
+  const bool lead = (threadIdx.x & 31) == 0;
+  Rings rings(base);
+  if (lead) {
+    for (int g = 0; g < GROUPS; g++) {
+      const u32 to = base + HELD * g * Held::bytes;
+      Held::load(to, t.held_x, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
+      if (DX) Held::load(to + Held::bytes, t.held_y, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
+    }
+  }
+  task.walk([&, rings](int g, int j) mutable {
+    const int head = task.other(g);
+    rings.tiles.await_empty();
+    const u32 to = base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES;
+    if (lead) {
+      Tile::load(to, t.x, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
+      if (!APART) Tile::load(to + Tile::bytes, t.y, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
+    }
+    rings.tiles.next();
+#if APART
+    rings.y.await_empty();
+    if (lead) Tile::load(base + AT_Y, t.y, rings.y.full(), OFTEN, BLOCK * j, head, task.batch);
+    rings.y.next();
+#endif
+  });
+}
+
+// A warp brings a number for each query of a tile, `past` for those past the end: lse = +inf makes their weights 0
+DEVICE void bring_rows(u32 base, const Task& task, const float* from, float past, u32 place) {
+  constexpr int EACH = ceil_div(BLOCK, 32);
+  const int lane = threadIdx.x & 31;
+  Rings rings(base);
+  task.walk([&, rings](int g, int j) mutable {
+    const float* of_head = from + task.row(g);
+    float x[EACH];
+    UNROLL for (int i = 0; i < EACH; i++) {
+      const int at = BLOCK * j + lane + 32 * i;
+      x[i] = at < task.stepped() ? of_head[at] : past;
+    }
+    rings.tiles.await_empty();
+    const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + place + 4 * lane;
+    UNROLL for (int i = 0; i < EACH; i++)
+      if (lane + 32 * i < BLOCK) shared_store(to + 128 * i, __float_as_int(x[i]));
+    __syncwarp();
+    if (lane == 0) barrier_arrive(rings.tiles.full());
+    rings.tiles.next();
+  });
+}
+
+// A gradient's rows `row` and 8 on, this thread's, before `end`; whether something is not finite as it is stored
+DEVICE bool store(const float (&sum)[DIM / 2], u16* to, i64 by_row, float scale, int row, int end) {
+  bool lost = false;
+  UNROLL for (int r = 0; r < 2; r++) {
+    const int at = row + 8 * r;
+    u32 test = 0;  // stays 0 unless something is not finite
+    u16* place = to + at * by_row;
+    UNROLL for (int i = 0; i < COLUMNS / 8; i += 4) {  // four threads turn 4x4 words: 16 bytes each
+      u32 words[4];
+      UNROLL for (int b = 0; b < 4; b++) {
+        const int from = 4 * imin(i + b, COLUMNS / 8 - 1) + 2 * r;
+        words[b] = Half::pack(sum[from] * scale, sum[from + 1] * scale);
+        test = Half::add_zero_times(test, words[b]);
+      }
+      turn(words, threadIdx.x & 3);
+      const int column = 8 * (i + (threadIdx.x & 3));
+      if (at < end && column < COLUMNS)
+        *reinterpret_cast<uint4*>(place + column) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    lost |= at < end && test;
+  }
+  return lost;
+}
+
+struct Consumer : Worker {
+  Rings rings;
+  float s[BLOCK / 2], dp[BLOCK / 2], dx[DIM / 2], dy[DIM / 2];
+  u32 a[BLOCK / 4], b[BLOCK / 4];  // weights and score gradients as A operands
+  float lse[2], delta[2];          // of held queries
+#if FUSED
+  Ring<2> slopes;         // of the tile before; `rings` has those of the next one to write
+  float dq[PART / 128];   // this thread's of the tile before
+  float* sums = nullptr;  // where it is added
+#endif
+
+  DEVICE Consumer(const Task& task, u32 base, int group, float factor, float scale)
+      : Worker(task, base, group, factor, scale), rings(base)
+#if FUSED
+        , slopes(rings.slopes)
+#endif
+  {}
+
+  DEVICE u32 held_at() const { return base + HELD * group * Held::bytes; }
+  DEVICE u32 stage_at() const { return base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES; }
+  DEVICE u32 rows_at() const { return base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + 8 * (lane & 3); }
+  template <class R> DEVICE void done(R& ring) {
+    __syncwarp();  // all lanes have read what goes with its rows
+    if (lane == 0) barrier_arrive(ring.empty());
+    ring.next();
+  }
+
+  // ---- products
+  DEVICE void multiply_rows(float (&to)[BLOCK / 2], u32 held, u32 stepped) {  // to = held rows times stepped rows
+    const u32 columns = along_k(stepped), own = along_k(held);
+    UNROLL for (int k = 0; k < STEPS; k++) {
+      const u64 x = sixteen<Held>(own, k), y = sixteen<Tile>(columns, k);
+      k ? Wgmma<BLOCK>::ss<false>(to, x, y) : Wgmma<BLOCK>::ss<true>(to, x, y);
+    }
+    wgmma_commit();
+  }
+  DEVICE void add_product(float (&sum)[DIM / 2], u32 (&w)[BLOCK / 4], u32 stepped) {  // sum += w times stepped rows
+    const u32 columns = across_k<Tile>(stepped);
+    pin(sum), pin(w);
+    wgmma_fence();
+    UNROLL for (int k = 0; k < BLOCK / 16; k++)
+      Wgmma<DIM>::rs<false, true>(sum, w + 4 * k, descriptor<Tile>(columns + (k * 16 * Tile::row_bytes >> 4)));
+    wgmma_commit();
+  }
+
+  // ---- of one tile
+#if SCORE
+  // Scaled scores as the score function has them, and its derivatives, in the place of what they will be multiplied with
+  DEVICE void change(int j, int g) {
+    const int first = BLOCK * j + 2 * (lane & 3), head = task.query_head(g);
+    UNROLL for (int i = 0; i < BLOCK / 8; i++) {
+      const int stepped = opaque(first) + 8 * i;  // in this order: what is made for all pairs at once would be held
+      UNROLL for (int r = 0; r < 2; r++) {
+        const int held = this->first() + row + 8 * r;
+        float rise[2];
+        UNROLL for (int e = 0; e < 2; e++) {
+          const int q = KEYS ? stepped + e : held, kv = KEYS ? held : stepped + e;
+          float& to = s[4 * i + 2 * r + e];
+          to = score_and_rise(to * scale, task.batch, head, q, kv, task.x, task.n, rise[e]);
+        }
+        if (RISES) b[2 * i + r] = Half::pack(rise[0], rise[1]);
+      }
+    }
+  }
+#endif
+  DEVICE void weigh() {  // weights in place of scores, 1 at most, however lse was rounded
+    const u32 at = rows_at();
+    UNROLL for (int i = 0; i < BLOCK / 8; i++) {
+      float column[2];
+      if (KEYS) read_two(column, at + 32 * i);
+      UNROLL for (int r = 0; r < 2; r++)
+        UNROLL for (int e = 0; e < 2; e++) {
+          float& w = s[4 * i + 2 * r + e];
+          w = power2(-larger(fmaf(-w, factor, KEYS ? column[e] : lse[r]), 0.f));
+        }
+    }
+  }
+  DEVICE void differentiate() {  // score gradients, and weights as they are multiplied; what is not falls away
+    const u32 from = rows_at() + DELTA;
+    UNROLL for (int i = 0; i < BLOCK / 8; i++) {
+      float column[2];
+      if (KEYS && DX) read_two(column, from + 32 * i);
+      UNROLL for (int r = 0; r < 2; r++) {
+        const int at = 4 * i + 2 * r;
+        float low = s[at] * (dp[at] - (KEYS ? column[0] : delta[r]));
+        float high = s[at + 1] * (dp[at + 1] - (KEYS ? column[1] : delta[r]));
+        if (RISES) low *= Half::widen(u16(b[2 * i + r])), high *= Half::widen(u16(b[2 * i + r] >> 16));
+        a[2 * i + r] = Half::pack(s[at], s[at + 1]), b[2 * i + r] = Half::pack(low, high);
+      }
+    }
+  }
+
+#if FUSED
+  DEVICE u32 slopes_at(const Ring<2>& ring) const { return base + AT_SLOPES + ring.stage() * Slopes::bytes; }
+  DEVICE void tell_slopes() {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(rings.slopes.full());
+    rings.slopes.next();
+  }
+  DEVICE void share_slopes() {  // to shared memory, keys of a query side by side
+    const int warp = threadIdx.x >> 5 & 3, query = (lane & 7) + (lane >> 4) * 8;
+    rings.slopes.await_empty();
+    const u32 to = slopes_at(rings.slopes) + group * Slopes::chunk_bytes + Slopes::swizzled(query, warp, lane >> 3 & 1);
+    UNROLL for (int k = 0; k < BLOCK / 16; k++)
+      store_matrix_across(to + k * 16 * Slopes::row_bytes, *reinterpret_cast<const u32(*)[4]>(b + 4 * k));
+    shared_fence();
+    tell_slopes();
+  }
+  DEVICE void multiply_keys() {  // dq of the tile before: a warpgroup has 64 of 128 queries, or of 128 columns
+    constexpr bool rows = BLOCK == 128;
+    static_assert(BLOCK * DIM == GROUPS * PART && GROUPS == 2 && WIDTH == 64);
+    slopes.await_full();
+    const u32 own = along_k(slopes_at(slopes) + rows * group * 64 * Slopes::row_bytes);
+    const u32 keys = across_k<Held>(base + !rows * group * Held::chunk_bytes);
+    wgmma_fence();
+    UNROLL for (int k = 0; k < 4 * GROUPS; k++) {
+      const u64 x = sixteen<Slopes>(own, k);
+      const u64 y = descriptor<Held>(keys + (k / 4 * 2 * Held::bytes + k % 4 * 16 * Held::row_bytes >> 4));
+      k ? Wgmma<64>::ss<false, true>(dq, x, y) : Wgmma<64>::ss<true, true>(dq, x, y);
+    }
+    wgmma_commit();
+  }
+  DEVICE void add_dq() {
+    pin(dq);
+    if (lane == 0) barrier_arrive(slopes.empty());
+    slopes.next();
+    if (sums)
+      UNROLL for (int i = 0; i < PART / 128; i += 4)
+        global_add_four(sums + 32 * i, make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]));
+  }
+  DEVICE float* sums_of(int j, int g) const {
+    const int head = task.batch * task.heads_q() + task.query_head(g), warp = 4 * group + (threadIdx.x >> 5 & 3);
+    const i64 tile = i64(head) * ceil_div(task.n.seqlen_q, BLOCK) + j;
+    return task.t.sums + tile * (BLOCK * DIM) + warp * WARP_PART + 4 * lane;
+  }
+#endif
+
+  DEVICE void step(int j, int g, bool partial) {
+    const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
+    rings.tiles.await_full();
+    pin(s);
+    if (DX) pin(dp);
+    wgmma_fence();
+    multiply_rows(s, held_at(), x);
+#if APART
+    rings.y.await_full();
+    pin(dp);
+    wgmma_fence();
+#endif
+    if (DX) multiply_rows(dp, held_at() + Held::bytes, y);
+    wgmma_wait<DX>();
+    pin(s);
+#if SCORE
+    change(j, g);
+#endif
+    weigh();
+    // queries past the end have weights of 0, keys past it gradients; without a branch ptxas makes weights after the wait
+    if ((MASK || FUSED || (DX && DIM > 128)) && partial) mask(s, j, g);
+    if (DX) {
+      wgmma_wait<0>();
+      pin(dp);
+    }
+#if APART
+    done(rings.y);
+#endif
+    differentiate();
+#if FUSED
+    if (EARLY) multiply_keys();
+#endif
+    if (DY) add_product(dy, a, y);
+#if FUSED
+    share_slopes();
+    if (!EARLY) multiply_keys();
+#endif
+    if (DX) add_product(dx, b, x);
+#if FUSED
+    wgmma_wait<1 + EARLY>();
+    add_dq();
+    sums = sums_of(j, g);
+#endif
+    wgmma_wait<0>();
+    if (DX) pin(dx);
+    if (DY) pin(dy);
+    done(rings.tiles);
+  }
+
+  DEVICE void finish() {
+    const Tensors& t = task.t;
+    const int own = first() + row, end = task.held();
+    bool lost = false;
+    if (DX) lost |= store(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale, own, end);
+    if (DY) lost |= store(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, 1.f, own, end);
+    if (MASK) mark(lost, DX);  // dv alone comes after dk, whose marks stay
+  }
+
+  DEVICE void run() {
+    if (DX) UNROLL for (int i = 0; i < DIM / 2; i++) dx[i] = 0.f;
+    if (DY) UNROLL for (int i = 0; i < DIM / 2; i++) dy[i] = 0.f;
+    if (!KEYS) read_held(lse, delta);
+    barrier_wait(rings.held, 0);
+#if FUSED
+    tell_slopes();  // before the first tile there are none: what is multiplied is not added
+#endif
+#pragma unroll 1
+    for (int g = 0; g < task.turns(); g++) {
+      const Task::Range all = task.range(task.first, 64 * GROUPS, g);
+      Task::Range own = {0, 0, 0, 0};  // the last block may have more warpgroups than rows for them
+      if (first() < task.held()) own = task.range(first(), 64, g);
+#pragma unroll 1
+      for (int j = all.begin; j < all.end; j++) {
+        if (!FUSED && (j < own.begin || j >= own.end)) {
+          rings.tiles.await_full(), done(rings.tiles);
+#if APART
+          rings.y.await_full(), done(rings.y);
+#endif
+        } else {
+          step(j, g, j < own.full_begin || j >= own.full_end);
+        }
+      }
+    }
+#if FUSED
+    multiply_keys();
+    wgmma_wait<0>();
+    add_dq();
+#endif
+    finish();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hopper_backward(const __grid_constant__ TensorMap held_x, const __grid_constant__ TensorMap held_y,
+                    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const float* lse,
+                    const float* delta, u16* dx, u16* dy, int* marks, float* sums, i64 dx_batch, i64 dx_head, i64 dx_row,
+                    i64 dy_batch, i64 dy_head, i64 dy_row, int heads_kv, int group, int seqlen_q, int seqlen_kv, float factor,
+                    float scale AUX_PARAMETERS) {
+  extern __shared__ u8 memory[];
+  const u32 base = (shared_address(memory) + 1023) & ~1023u;
+  const Tensors t{&held_x, &held_y, &x, &y, lse, delta, dx, dy, dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row,
+                  marks, sums};
+  const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
+  const Aux aux{AUX_VALUES};
+  const Task task = Task::number(blockIdx.x, t, n, aux);
+  const auto bring = [&](int warp) {
+    if (warp == 0) load(base, task);
+    if (KEYS && warp == 1) bring_rows(base, task, lse, INF, 0);
+    if (KEYS && DX && warp == 2) bring_rows(base, task, delta, 0.f, DELTA);
+  };
+  divide<Rings>(base, bring, [&](int group) { Consumer(task, base, group, factor, scale).run(); });
+}
+
+#if FUSED
+// A block makes 64 queries of a head
+extern "C" __global__ void __launch_bounds__(128)
+    round_dq(const float* sums, u16* dq, int* marks, i64 dq_batch, i64 dq_head, i64 dq_row, int heads_q, int seqlen_q,
+             float scale) {
+  const int slices = ceil_div(seqlen_q, 64), flat = blockIdx.x / slices, slice = blockIdx.x - flat * slices;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  sums += (i64(flat) * (ceil_div(seqlen_q, BLOCK) * BLOCK) + 64 * slice) * DIM + warp * WARP_PART + 4 * lane;
+  float sum[DIM / 2];
+  UNROLL for (int i = 0; i < DIM / 8; i++) {
+    const float4 x = *reinterpret_cast<const float4*>(sums + i / 8 * PART + i % 8 * 128);
+    sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
+  }
+  u16* to = dq + flat / heads_q * dq_batch + flat % heads_q * dq_head;
+  bool lost = store(sum, to, dq_row, scale, 64 * slice + 16 * warp + (lane >> 2), seqlen_q);
+#if MASK
+  lost = group_any(1, lost);
+  if (threadIdx.x == 0) marks[flat * slices + slices - 1 - slice] = lost;
+#endif
+}
+#endif
+
+#if PREPROCESS
+#include "hopper/preprocess.cuh"
+#endif

@@ -1,0 +1,391 @@
+"""The Hopper backward of float16 and bfloat16, host side. The kernels are in the .cuh beside.
+
+A call is a few launches of CUDA C++: `preprocess` (delta, lse in the log2 domain), dq, dk with dv. Under a mask, the
+kernels of `triton_backward` then compute marked tiles again.
+
+Where bits may change from run to run, dk, dv and dq come from one sweep (`fused`), and a launch rounds dq. Beyond head
+dim 128 registers hold one gradient: dk and dv are two launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from sartor import nvrtc
+from sartor.device import Device
+from sartor.features import (
+    BF16,
+    DETERMINISTIC,
+    F16,
+    GQA,
+    INDEXED,
+    INTERVAL,
+    SCORE,
+    SINKS,
+    TABLES,
+    UNALIGNED_TABLES,
+    WIDE_OUT,
+)
+from sartor.kernels.algebra import sink_gradient
+from sartor.kernels.cuda import expressions, host
+from sartor.kernels.room import Room
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
+from sartor.kernels.triton import launch
+from sartor.kernels.triton.backward import TritonBackward, dense_like, padded_rows, rows
+from sartor.problem import Problem, is_copied, mask_class, rows_on_16_bytes
+
+if launch.available():
+    from sartor.kernels.triton import codegen
+
+SIGNATURE = "MMMMPPPPPPqqqqqqiiiiff"  # of the kernels, before the aux values
+PREPROCESS = "PPPPPPPqqqqqqii"
+ROUND = "PPPqqqiif"  # of `round_dq`
+DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
+BOTH = 128  # columns of which registers hold dk and dv
+CHANGE = 32  # registers that a change of scores takes
+AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
+
+
+class HopperBackward(TritonBackward):
+    """See the module."""
+
+    name = "hopper_backward"
+    family = "hopper"
+    features = frozenset({
+        F16, BF16, WIDE_OUT, GQA, SINKS, INTERVAL, SCORE, TABLES, INDEXED, UNALIGNED_TABLES, DETERMINISTIC,
+    })  # fmt: skip
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """What the copy engine, wgmma and the run-time compiler need."""
+        why = launch.reasons(p, dev) + reasons(p, dev)
+        if p.program.score is not None and mask_class(p) == "tensor":
+            why.append(f"needs scores that read no table of queries and keys, got {p.score_name}")
+        if p.dim not in DIMS:
+            why.append(f"needs head dims {DIMS[0]} to {DIMS[-1]}, multiples of 8, got {p.dim}")
+        return why
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """One: registers leave little choice."""
+        tile = None
+        for m in Measure.all(p):
+            queries, keys = (m.block, 64 * m.groups) if m.keys else (64 * m.groups, m.block)
+            tile = Tile(queries, keys, m.warps, m.stages, tile)
+        assert tile is not None
+        yield tile
+
+    def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
+        """Whether it is that one."""
+        return tile in legal(self, p, dev)
+
+    def shared_bytes(self, plan: Plan) -> int:
+        """Dynamic shared memory that a block takes, of the kernels the one that takes most."""
+        return max(m.shared_bytes for m in Measure.all(plan.problem))
+
+    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
+        """dq, dk, dv, dsinks."""
+        key = launch.key(saved)
+        ready: Any = plan.cache.get(("hopper", key))
+        if ready is None:
+            ready = plan.cache["hopper", key] = Ready.of(plan.problem, x, saved, key)
+        return ready.run(plan, x, saved)  # type: ignore[no-any-return]
+
+    def repairs(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
+        """The launches of `triton_backward` over what was marked."""
+        steps = self.steps(replace(plan, tile=AGAIN), x, saved, work, {})
+        return [step for step in steps if step.name.endswith("repair")]
+
+    def notes(self, p: Problem) -> Iterable[str]:
+        """Memory that a call takes besides its results, and what it is for."""
+        if fused(p):
+            size = 4 * sums(p) / 2**20
+            yield f"the backward adds up dq in any order, in {size:.1f} MiB of float32; deterministic=True spares both"
+
+
+def tidy(p: Problem, dout: torch.Tensor) -> torch.Tensor:
+    """dout as the copy engine wants it: the inputs' dtype, rows on 16 bytes, none twice. Itself, or a copy."""
+    dout = dout.to(p.dtype)
+    rows = all(dout.stride(i) % 8 == 0 and dout.stride(i) for i in range(3) if dout.shape[i] > 1)
+    fine = rows and dout.data_ptr() % 16 == 0 and not is_copied(dout)
+    return dout if fine else dout.clone(memory_format=torch.contiguous_format)
+
+
+def reasons(p: Problem, dev: Device) -> list[str]:
+    """What every backward of this kind needs of the machine, the lengths and masks."""
+    why = host.reasons(p, dev)
+    if p.program.keep is not None and not p.program.is_interval_both_ways:
+        why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
+    return why
+
+
+def columns(p: Problem) -> int:
+    """Of products: a multiple of 16, a step of them."""
+    return -(-p.dim // 16) * 16
+
+
+def change(p: Problem) -> int:
+    """Of scores: 0 none, 1 one whose derivative is 1, 2 any."""
+    rise = p.program.dscore
+    return 0 if rise is None else 1 if rise.text() == "1.0" else 2
+
+
+def fused(p: Problem) -> bool:
+    """Whether one sweep makes dk, dv and dq: its parts of dq are cut to these head dims."""
+    return p.dim in (64, 128) and not p.deterministic
+
+
+def sums(p: Problem) -> int:
+    """How many there are, of one sweep."""
+    block = Measure.all(p)[0].block
+    return p.batch * p.heads_q * -(-p.seqlen_q // block) * block * p.dim
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a kernel is cut to: see the head of the .cuh."""
+
+    p: Problem
+    gradients: tuple[str, ...]  # that it makes
+    groups: int  # warpgroups that multiply
+    block: int  # rows of a tile that is stepped over
+    apart: bool = False  # whether y, of which only dp is made, has one stage, of its own
+    near = ()  # nothing is read for every pair
+
+    @classmethod
+    def of(cls, p: Problem, *gradients: str) -> Measure:
+        """The measure of a problem: products as wide as registers hold scores and dp beside the gradients, and shared
+        memory two stages of rows, one of y where that is fewer than 64. A third warpgroup must leave 64 rows, or 80
+        without dp. In one sweep, as many rows as make 64 by 64 of dq for either warpgroup."""
+        dim, count = columns(p), len(gradients)
+        if count == 3:
+            return cls(p, gradients, 2, 2 * 64 * 64 // dim)
+        wider = 2 if gradients == ("dv",) else 1  # there is no dp
+        groups = 3 if count == 1 and change(p) < 2 and wider * (128 - dim // 2) >= 48 + 16 * wider else 2
+        room = wider * ((128 if groups == 3 else 208) - count * dim // 2)
+        room = max(64, room - CHANGE * (change(p) > 0))
+        measures = (cls(p, gradients, groups, rows) for rows in (128, 112, 96, 80, 64) if rows <= room)
+        return next((m for m in measures if m.stages > 1), cls(p, gradients, groups, 64, apart=True))
+
+    @classmethod
+    def all(cls, p: Problem) -> list[Measure]:
+        """The measures of the kernels that a problem takes, in the order of their launches."""
+        if fused(p):
+            return [cls.of(p, "dk", "dv", "dq")]
+        keys = [("dk", "dv")] if columns(p) <= BOTH else [("dk",), ("dv",)]  # dv keeps what dk marks
+        return [cls.of(p, *gradients) for gradients in [("dq",), *keys]]
+
+    @property
+    def keys(self) -> bool:
+        """Whether keys and values are held, not queries and dout."""
+        return self.gradients != ("dq",)
+
+    @property
+    def fused(self) -> bool:
+        """Whether one sweep makes all."""
+        return len(self.gradients) == 3
+
+    @property
+    def dim(self) -> int:
+        """Columns of its products."""
+        return columns(self.p)
+
+    @property
+    def outputs(self) -> tuple[str, str]:
+        """Names of what is computed with X's columns and with Y's; one twice, where it is alone."""
+        made = self.gradients[:2]
+        return made[0], made[-1]
+
+    @property
+    def warps(self) -> int:
+        """Of a block: those that multiply, and four that load."""
+        return 4 * (self.groups + 1)
+
+    @property
+    def width(self) -> int:
+        """Columns of a swizzled chunk."""
+        return host.width(self.p.dim, 64)
+
+    @property
+    def stages(self) -> int:
+        """Pairs of tiles stepped over that shared memory has room for."""
+        return max((n for n in (1, 2, 3, 4) if self._bytes(n) <= 227 << 10), default=0)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
+        return self._bytes(self.stages)
+
+    def _bytes(self, stages: int) -> int:
+        row = 2 * self.width * -(-self.dim // self.width)
+        tile, rows = self.block * row, 8 * self.block if self.keys else 0
+        stepped = stages * (tile + rows) + (1 if self.apart else stages) * tile
+        slopes = 2 * (128 * self.block * self.groups + 16) if self.fused else 0
+        held = 1 if self.gradients == ("dv",) else 2
+        return held * self.groups * 64 * row + stepped + slopes + 16 * (1 + stages + self.apart) + 1024
+
+    def defines(self) -> dict[str, Any]:
+        """Macros by name."""
+        p = self.p
+        return {
+            "GROUPS": self.groups, "KEYS": int(self.keys), "DX": int(self.gradients != ("dv",)),
+            "DY": int("dv" in self.gradients), "FUSED": int(self.fused), "DIM": self.dim, "COLUMNS": p.dim,
+            "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages, "APART": int(self.apart),
+            "MASK": int(p.program.keep is not None), "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
+            "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
+        }  # fmt: skip
+
+    def compile(self) -> nvrtc.Binary:
+        """The kernel; needs no GPU."""
+        dtype = "bf16" if self.p.dtype == torch.bfloat16 else "f16"
+        return host.build(self, dtype, "hopper/backward", {64, self.block, self.dim})
+
+
+def room(p: Problem) -> Room:
+    """Room for the sums of dq, for two numbers a row (see `Task::row`), and for a mark for 64 queries or keys."""
+    marks = int(p.program.keep is not None)
+    return Room.of(
+        sums=sums(p) if fused(p) else 0,
+        delta=padded_rows(p),
+        lse_log2=padded_rows(p),
+        bad_q=marks * p.batch * p.heads_q * -(-p.seqlen_q // 64),
+        bad_kv=marks * p.batch * p.heads_kv * -(-p.seqlen_kv // 64),
+    )
+
+
+@dataclass
+class Step:
+    """One launch: a kernel, and what it takes by name: tensor maps, addresses, numbers; then the aux values."""
+
+    kernel: nvrtc.Kernel
+    grid: int
+    maps: tuple[tuple[str, nvrtc.TensorMaps], ...]
+    names: tuple[str, ...]
+    numbers: tuple[Any, ...]
+
+    @classmethod
+    def preprocess(cls, m: Measure, binary: nvrtc.Binary, out: torch.Tensor, dout: torch.Tensor) -> Step:
+        """delta, lse in the log2 domain, and zeros to add dq to."""
+        p, names = m.p, ("out", "dout", "lse", "dlse", "delta", "lse_log2", "sums")
+        rows = m.block if m.fused else 64
+        grid = p.batch * p.heads_q * -(-p.seqlen_q // rows) * (rows // 64)
+        numbers = (*launch.strides(out), *launch.strides(dout), p.heads_q, p.seqlen_q)
+        return cls(nvrtc.Kernel(binary, "preprocess", PREPROCESS, 128), grid, (), names, numbers)
+
+    @classmethod
+    def sweep(cls, m: Measure, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor]) -> Step:
+        """The kernel of a measure; `tensors` are like q, k, v, dout and the gradients."""
+        p, (dx, dy) = m.p, m.outputs
+        letters = SIGNATURE + expressions.signature(p.program)
+        kernel = nvrtc.Kernel(binary, "hopper_backward", letters, 32 * m.warps, m.shared_bytes)
+        names = ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v")
+        rows = dict(zip(names, (64, 64, m.block, m.block), strict=True))
+        length, heads = (p.seqlen_kv, p.heads_kv) if m.keys else (p.seqlen_q, p.heads_q)
+        return cls(
+            kernel, p.batch * heads * -(-length // (64 * m.groups)),
+            tuple((name, host.maps(tensors[name], (rows[name], 1), m.width)) for name in names),
+            ("lse_log2", "delta", dx, dy, "bad_kv" if m.keys else "bad_q", "sums"),
+            (
+                *launch.strides(tensors[dx]), *launch.strides(tensors[dy]), p.heads_kv, p.group, p.seqlen_q,
+                p.seqlen_kv, launch.LOG2_E * (1 if change(p) else p.softmax_scale), p.softmax_scale,
+            ),
+        )  # fmt: skip
+
+    @classmethod
+    def round(cls, m: Measure, binary: nvrtc.Binary, dq: torch.Tensor) -> Step:
+        """Of dq, after a sweep that adds it up."""
+        p = m.p
+        return cls(
+            nvrtc.Kernel(binary, "round_dq", ROUND, 128), p.batch * p.heads_q * -(-p.seqlen_q // 64), (),
+            ("sums", "dq", "bad_q"), (*launch.strides(dq), p.heads_q, p.seqlen_q, p.softmax_scale),
+        )  # fmt: skip
+
+    def start(self, at: dict[str, int], aux: tuple[Any, ...]) -> None:
+        """Launch on tensors at these addresses."""
+        maps, names = [maps[at[name]] for name, maps in self.maps], [at[name] for name in self.names]
+        self.kernel.launch(self.grid, (*maps, *names, *self.numbers, *aux))
+
+
+@dataclass
+class Ready:
+    """The launches of one call key: what is the same in every call."""
+
+    key: object  # under which the plan keeps the launches of Triton
+    room: Room
+    steps: list[tuple[Step, bool]]  # with whether aux values follow
+    aux: tuple[Any, ...] | None  # the same in every call, or None where there are tensors among them
+    untidy: tuple[bool, bool]  # whether dout and out are copied
+
+    @classmethod
+    def of(cls, p: Problem, x: Operands, saved: Saved, key: object) -> Ready:
+        """Everything that the launches of a plan need."""
+        dout, out = tidy(p, saved.dout), tidy_out(saved.out)
+        tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
+        tensors |= {f"d{name}": dense_like(tensors[name]) for name in ("q", "k", "v")}
+        steps: list[tuple[Step, bool]] = []
+        for m in Measure.all(p):
+            binary = m.compile()
+            if not steps:
+                steps.append((Step.preprocess(m, binary, out, dout), False))
+            steps.append((Step.sweep(m, binary, tensors), True))
+            if m.fused:
+                steps.append((Step.round(m, binary, tensors["dq"]), False))
+        reads = any(isinstance(value, torch.Tensor) for value in x.aux)
+        aux = None if reads else expressions.arguments(x.aux, p.program)
+        return cls(key, room(p), steps, aux, (dout is not saved.dout, out is not saved.out))
+
+    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
+        """The launches of one call, on the current stream."""
+        saved, program = self.tidied(plan.problem, saved), plan.problem.program
+        room = self.room.allocate(x.q.device)
+        dq, dk, dv = dense_like(x.q), dense_like(x.k), dense_like(x.v)
+        out, lse, dout, dlse = saved
+        at = {
+            "q": x.q.data_ptr(), "k": x.k.data_ptr(), "v": x.v.data_ptr(), "dout": dout.data_ptr(),
+            "out": out.data_ptr(), "lse": lse.data_ptr(), "dlse": 0 if dlse is None else dlse.data_ptr(),
+            "dq": dq.data_ptr(), "dk": dk.data_ptr(), "dv": dv.data_ptr(),
+        }  # fmt: skip
+        at |= self.room.addresses(room)
+        aux = expressions.arguments(x.aux, program) if self.aux is None else self.aux
+        for step, reads in self.steps:
+            step.start(at, aux if reads else ())
+        if program.keep is not None:
+            self.mend(plan, x, saved, at, {"dq": dq, "dk": dk, "dv": dv, "room": room})
+        if x.sinks is None:
+            return Gradients(dq, dk, dv)
+        return Gradients(dq, dk, dv, None, sink_gradient(x, lse, rows(self.room, room, "delta", plan.problem)))
+
+    def tidied(self, p: Problem, saved: Saved) -> Saved:
+        """With copies of what kernels cannot read as it is."""
+        of_dout, of_out = self.untidy
+        if of_dout:
+            saved = saved._replace(dout=tidy(p, saved.dout))
+        if of_out:
+            saved = saved._replace(out=tidy_out(saved.out))
+        if saved.dlse is not None and not saved.dlse.is_contiguous():
+            saved = saved._replace(dlse=saved.dlse.contiguous())
+        return saved
+
+    def mend(self, plan: Plan, x: Operands, saved: Saved, at: dict[str, int], made: dict[str, torch.Tensor]) -> None:
+        """Compute the tiles again that were marked. `made` are the gradients and the workspace, `at` all addresses."""
+        p, room = plan.problem, made["room"]
+        changed: dict[str, Any] = {f"{name}_ptr": address for name, address in at.items()}
+        if self.aux is None:
+            changed["aux"] = codegen.aux_arguments(x.aux, p.program)
+        if not launch.again(changed, plan.cache, self.key):
+            work = made | {"dout": saved.dout}
+            work |= {name: rows(self.room, room, name, p) for name in ("delta", "lse_log2")}
+            work |= {name: self.room.view(room, name, dtype=torch.int32) for name in ("bad_q", "bad_kv")}
+            work |= dict.fromkeys(("gain", "sinks", "dlse"), work["delta"])
+            steps = cast(HopperBackward, plan.kernel).repairs(plan, x, saved, work)
+            launch.run(steps, plan.cache, self.key)
+
+
+def tidy_out(out: torch.Tensor) -> torch.Tensor:
+    """out with rows on 16 bytes: itself, or a copy."""
+    return out if rows_on_16_bytes(out) and not is_copied(out) else out.clone(memory_format=torch.contiguous_format)
+
+
+SPEC = HopperBackward()

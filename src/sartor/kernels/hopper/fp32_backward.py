@@ -1,0 +1,198 @@
+"""The Hopper backward of float32 on pairs of float16, host side. The kernels are in the .cuh beside.
+
+It is `fp32_backward` with dq, then dk and dv, in CUDA C++. What comes before them, and what computes marked tiles
+again, are that kernel's launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sartor import nvrtc
+from sartor.device import Device
+from sartor.features import (
+    DETERMINISTIC,
+    DIM_V,
+    F32,
+    GQA,
+    INDEXED,
+    INTERVAL,
+    SINKS,
+    TABLES,
+    UNALIGNED,
+    UNALIGNED_TABLES,
+)
+from sartor.kernels.cuda import expressions, host
+from sartor.kernels.cuda.pairs import maps, noise
+from sartor.kernels.hopper import backward as hopper_backward
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
+from sartor.kernels.triton import launch
+from sartor.kernels.triton.fp32_backward import Fp32Backward
+from sartor.problem import Problem
+
+if launch.available():
+    from sartor.kernels.triton import split
+
+SIGNATURE = "MMMMPPPPPPPPPqqqPqqqPiiiifff"  # of the kernels, before the aux values
+DIMS = range(17, 129)  # the wider of the two: registers hold no more, and less is hardly work for a tensor core
+ROWS = 128  # that a block holds
+AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
+
+
+class HopperFp32Backward(Fp32Backward):
+    """See the module."""
+
+    name = "hopper_fp32_backward"
+    features = frozenset(
+        {F32, GQA, DIM_V, SINKS, INTERVAL, TABLES, INDEXED, UNALIGNED, UNALIGNED_TABLES, DETERMINISTIC}
+    )
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """What the copy engine, wgmma and the run-time compiler need, beside what pairs do."""
+        why = super().why_not(p, dev) + hopper_backward.reasons(p, dev)
+        if max(p.dim, p.dim_v) not in DIMS:
+            why.append(f"needs head dims of which the wider is {DIMS[0]} to {DIMS[-1]}, got {p.dim} and {p.dim_v}")
+        return why
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """One: registers leave no choice of rows, shared memory none of stages."""
+        stages = sum(Measure(p, True).stages)
+        yield Tile(64, ROWS, 12, stages, Tile(ROWS, 64, 12, stages))
+
+    def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
+        """Whether it is that one."""
+        return tile in legal(self, p, dev)
+
+    def shared_bytes(self, plan: Plan) -> int:
+        """Dynamic shared memory that a block of dk and dv takes."""
+        return Measure(plan.problem, True).shared_bytes
+
+    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
+        """dq, dk, dv, dsinks: Triton's launches in three sections, between which the two of CUDA C++ stand."""
+        w = self.begin(plan, x, saved)
+        kernels: Any = plan.cache.get("hopper")
+        if kernels is None:
+            sms = plan.device.sm_count or 1
+            kernels = plan.cache["hopper"] = [Ready.of(plan.problem, keys, sms, w.made) for keys in (False, True)]
+        for i, kernel in enumerate((*kernels, None)):
+            if not launch.again(w.changed, plan.cache, (i, w.key), w.own):
+                sections = self.sections(replace(plan, tile=AGAIN), x, w.saved, self.tensors(plan, x, w), w.pairs)
+                launch.run(sections[i], plan.cache, (i, w.key))
+            if kernel is not None:
+                kernel.start(w.pairs, w.changed, expressions.arguments(x.aux, plan.problem.program))
+        return self.gradients(plan, x, w)
+
+    def sections(
+        self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
+    ) -> tuple[list[launch.Launch], ...]:
+        """The launches of `fp32_backward` before dq, between dq and dk with dv, and after them."""
+        steps = self.steps(plan, x, saved, work, pairs)
+        dq, dkdv = (next(i for i, step in enumerate(steps) if step.name == name) for name in ("dq", "dkdv"))
+        return steps[:dq], steps[dq + 1 : dkdv], steps[dkdv + 1 :]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a kernel is cut to: see the head of the .cuh. `keys` says that it is the one for dk and dv."""
+
+    p: Problem
+    keys: bool
+    groups: int = 2  # warpgroups that multiply
+    near = ()  # nothing is read for every pair
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Columns of q and k, of v and dout: a multiple of 16, or of 64 where a product of all would be too wide."""
+        return tuple(-(-d // 16) * 16 if d <= 96 else 128 for d in (self.p.dim, self.p.dim_v))  # type: ignore[return-value]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of their swizzled chunks."""
+        return tuple(64 if d == 128 else host.width(d, 96) for d in self.dims)  # type: ignore[return-value]
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Products that a gradient is made in."""
+        return tuple(2 if d > 96 else 1 for d in self.dims)  # type: ignore[return-value]
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Tiles stepped over in shared memory, of q or k, and of dout or v; the former stay longer."""
+        return next((x, y) for x, y in ((3, 3), (3, 2), (2, 2), (2, 1)) if self._bytes(x, y) <= 227 << 10)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
+        return self._bytes(*self.stages)
+
+    def _bytes(self, stages_x: int, stages_y: int) -> int:
+        x, y = (256 * width * -(-d // width) for d, width in zip(self.dims, self.widths, strict=True))
+        stage = x + (784 if self.keys else 16)  # with what goes with its rows
+        return self.groups * (x + y) + stages_x * stage + stages_y * y + 16 * (1 + stages_x + stages_y) + 1024
+
+    def defines(self) -> dict[str, Any]:
+        """Macros by name."""
+        p, (dim, dim_v), (width, width_v) = self.p, self.dims, self.widths
+        (parts_x, parts_y), (stages_x, stages_y) = self.parts, self.stages
+        return {
+            "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": dim, "DIM_V": dim_v, "COLUMNS": p.dim,
+            "COLUMNS_V": p.dim_v, "WIDTH": width, "WIDTH_V": width_v, "PARTS_X": parts_x, "PARTS_Y": parts_y,
+            "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": int(p.program.keep is not None),
+            "SINKS": int(p.sinks), "BLOCK": 64, "REGAINED": f"{split.regained(p.dim_v)!r}f",
+        }  # fmt: skip
+
+    def compile(self) -> nvrtc.Binary:
+        """The kernel; needs no GPU."""
+        widths = {64, *(d // parts for d, parts in zip(self.dims, self.parts, strict=True))}
+        return host.build(self, "f16", "hopper/fp32_backward", widths)
+
+
+@dataclass
+class Ready:
+    """One of the two kernels, compiled, with what does not change between calls of one key."""
+
+    measure: Measure
+    kernel: nvrtc.Kernel
+    grid: int
+    maps: dict[str, nvrtc.TensorMaps]  # of pairs, by name: what is held, then what is stepped over
+    outputs: tuple[tuple[str, tuple[int, int, int]], ...]  # of X's columns and of Y's: names of arguments, and strides
+    numbers: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, p: Problem, keys: bool, sms: int, made: dict[str, torch.Tensor]) -> Ready:
+        """Everything the launches of a plan need. Each 64 rows have an SM of their own where there are that many."""
+        batch, length, heads = (p.batch, p.seqlen_kv, p.heads_kv) if keys else (p.batch, p.seqlen_q, p.heads_q)
+        groups = 1 if batch * heads * -(-length // 64) <= sms else 2
+        m = Measure(p, keys, groups)
+        letters = SIGNATURE + expressions.signature(p.program)
+        kernel = nvrtc.Kernel(m.compile(), "hopper_fp32_backward", letters, 128 * (groups + 1), m.shared_bytes)
+        of_q, of_k = (p.batch, p.seqlen_q, p.heads_q), (p.batch, p.seqlen_kv, p.heads_kv)
+        x, y = ((dim, 64, width) for dim, width in zip((p.dim, p.dim_v), m.widths, strict=True))
+        tensors = {"q": (of_q, *x), "dout": (of_q, *y), "k": (of_k, *x), "v": (of_k, *y)}
+        names = ("k", "v", "q", "dout") if keys else ("q", "dout", "k", "v")
+        dx, dy = ("dk", "dv") if keys else ("dq", "dq")
+        return cls(
+            m, kernel, batch * heads * -(-length // (64 * groups)), {n: maps(*tensors[n]) for n in names},
+            tuple((f"{name}_ptr", launch.strides(made[name])) for name in (dx, dy)),
+            (
+                p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv,
+                p.softmax_scale * split.regained(p.dim) * launch.LOG2_E, p.softmax_scale, noise(p),
+            ),
+        )  # fmt: skip
+
+    def start(self, pairs: dict[str, Any], at: dict[str, Any], aux: tuple[Any, ...]) -> None:
+        """The launch; `at` are addresses by the names of Triton's arguments."""
+        (dx, dx_strides), (dy, dy_strides) = self.outputs
+        self.kernel.launch(self.grid, (
+            *(maps[pairs[name].data.data_ptr()] for name, maps in self.maps.items()),
+            *(pairs[name].units.data_ptr() for name in self.maps),
+            at["lse_log2_ptr"], at["delta_ptr"], at["gain_ptr"], at["sinks_ptr"], at[dx], *dx_strides,
+            at[dy], *dy_strides, at["bad_kv_ptr" if self.measure.keys else "bad_q_ptr"], *self.numbers, *aux,
+        ))  # fmt: skip
+
+
+SPEC = HopperFp32Backward()

@@ -1,1 +1,0 @@
-"""Triton pieces that two or more kernels use unchanged."""

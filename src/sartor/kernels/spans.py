@@ -1,0 +1,139 @@
+"""Which keys some queries reach, and what masks and scores say of a tile of them: for the kernels written in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sartor.mods.core import BIG
+from sartor.mods.expr import Expr, evaluate
+from sartor.problem import Problem
+
+Tensor = torch.Tensor
+ITEM = 2**21  # scores of a batch item from which items are taken one by one: their tiles alone fill the caches
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Some batch items of a call, without q, k and v."""
+
+    p: Problem
+    items: slice
+    aux: tuple[Any, ...]  # numbers, tensors that broadcast to (items, hq, sq, skv), and tables, which are indexed
+    dtype: torch.dtype  # that scores are computed in
+    device: torch.device
+
+    @property
+    def batch(self) -> int:
+        """How many items."""
+        return int(self.items.stop - self.items.start)
+
+    def symbols(self, i: slice, j: slice) -> dict[str, Tensor]:
+        """b, h, q and kv on a tile, of shapes (batch,1,1,1), (1,hq,1,1), (1,1,rows,1), (1,1,1,keys)."""
+        return Symbols({"b": self.items, "h": slice(0, self.p.heads_q), "q": i, "kv": j}, self.device)
+
+    def keep(self, i: slice, j: slice) -> Tensor:
+        """The mask on a tile: bool, broadcastable to (batch, hq, rows, keys)."""
+        assert self.p.program.keep is not None
+        found = self._evaluate(self.p.program.keep, i, j)
+        return (
+            found
+            if isinstance(found, Tensor)
+            else torch.tensor(found, dtype=self.dtype if isinstance(found, float) else None, device=self.device)
+        )  # of type bool, as all are
+
+    def changed(self, s: Any, i: slice, j: slice, slope: bool = False) -> tuple[Any, Any]:
+        """The score function's value of s, (batch, hq, rows, keys) or a number, on a tile; its derivative if wanted."""
+        program = self.p.program
+        assert program.score is not None
+        assert program.dscore is not None
+        found = self._evaluate(program.score, i, j, s)
+        return found, self._evaluate(program.dscore, i, j, s) if slope else None
+
+    def _evaluate(self, e: Expr, i: slice, j: slice, s: Any = None) -> Any:
+        return evaluate(e, *self.read(i, j, s), self.dtype)
+
+    def read(self, i: slice, j: slice, s: Any = None) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """What expressions read on a tile of scores `s`: the symbols, and the aux values, tables whole."""
+        symbols: dict[str, Any] = self.symbols(i, j)
+        symbols["s"] = s
+        of = zip(self.aux, self.p.program.aux, strict=True)
+        return symbols, tuple(a if spec.dims else _at(a, i, j) for a, spec in of)
+
+    def spans(self, block_m: int) -> list[Span]:
+        """Blocks of queries with what `program.rows` says of them, over all items and heads."""
+        p = self.p
+        sq, skv = p.seqlen_q, p.seqlen_kv
+        blocks = [slice(i, min(i + block_m, sq)) for i in range(0, sq, block_m)]
+        if p.program.rows is None:
+            return [Span(i, 0, 0, skv, skv) for i in blocks]
+        at = self.symbols(slice(0, sq), slice(0, 1))
+        shape = (self.batch, p.heads_q, sq, 1)
+        lo, hi, full_lo, full_hi = (
+            torch.as_tensor(evaluate(e, at, self.aux, self.dtype), device=self.device).expand(shape)
+            for e in p.program.rows
+        )
+        empty = hi <= lo
+        lo, hi = torch.where(empty, BIG, lo), torch.where(empty, 0, hi)
+        ends = torch.stack([lo.amin((0, 1, 3)), -full_lo.amax((0, 1, 3)), full_hi.amin((0, 1, 3)), -hi.amax((0, 1, 3))])
+        found = []
+        for i in blocks:
+            lows = ends[:, i].amin(1).clamp(-BIG, BIG).tolist()
+            first, last = max(0, lows[0]), min(skv, -lows[3])
+            full = max(first, -lows[1]), min(last, lows[2])
+            full = full if full[0] < full[1] else (last, last)
+            found.append(Span(i, first, *full, last))
+        return found
+
+
+def frames(p: Problem, aux: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Iterator[Frame]:
+    """The call, some batch items at a time."""
+    step = 1 if p.heads_q * p.seqlen_q * p.seqlen_kv >= ITEM else p.batch
+    for first in range(0, p.batch, max(step, 1)):
+        items = slice(first, first + step)
+        own = tuple(
+            a[items] if isinstance(a, Tensor) and not spec.dims and a.shape[0] > 1 else a
+            for a, spec in zip(aux, p.program.aux, strict=True)
+        )
+        yield Frame(p, items, own, dtype, device)
+
+
+class Symbols(dict[str, Tensor]):
+    """Index tensors of four dims by name, made when they are asked for."""
+
+    def __init__(self, sizes: dict[str, slice], device: torch.device) -> None:
+        super().__init__()
+        self.sizes, self.device = sizes, device
+
+    def __missing__(self, name: str) -> Tensor:
+        shape = tuple(-1 if name == other else 1 for other in self.sizes)
+        self[name] = torch.arange(self.sizes[name].start, self.sizes[name].stop, device=self.device).view(shape)
+        return self[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows `i`, the keys they reach, and the tiles of keys in which no predicate is needed."""
+
+    i: slice
+    lo: int
+    full_lo: int
+    full_hi: int
+    hi: int
+
+    def tiles(self, block_n: int) -> Iterator[tuple[slice, bool]]:
+        """(keys, whether the mask must be evaluated)."""
+        pieces = ((self.lo, self.full_lo, True), (self.full_lo, self.full_hi, False), (self.full_hi, self.hi, True))
+        for start, stop, partial in pieces:
+            for j in range(start, stop, block_n):
+                yield slice(j, min(j + block_n, stop)), partial
+
+
+def _at(a: Any, i: slice, j: slice) -> Any:
+    """An aux value on a tile."""
+    if not isinstance(a, Tensor):
+        return a
+    return a[:, :, i if a.shape[2] > 1 else slice(None), j if a.shape[3] > 1 else slice(None)]

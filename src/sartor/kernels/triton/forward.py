@@ -1,0 +1,335 @@
+"""The portable forward: FlashAttention-2's loop order in Triton, cut to the exact head dim.
+
+One program computes BLOCK_M rows of one head, sweeping the key tiles that its mask does not empty; a uniform branch
+skips the mask in full tiles (cheaper than sweeps of their own, each of which would fill its pipeline anew). Softmax is
+online, in the log2 domain; the output is normalised once at the end (Dao 2023, section 3.1).
+
+A masked key whose value is NaN would reach its row through 0 * NaN. Checking every value tile would cost every call, so
+a program marks its tile when the result is not finite, and a second launch computes the marked tiles again, with care.
+Inside one launch the careful code would cost the fast code its registers.
+
+fp32_forward.py launches the same kernel on pairs of float16 (PRECISION "pairs"), and again on the tiles they do not do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from sartor.device import Device
+from sartor.features import (
+    BF16,
+    BIAS_GRADIENT,
+    DETERMINISTIC,
+    DIM_V,
+    F16,
+    F32,
+    GQA,
+    MASKS,
+    SCORE,
+    SINKS,
+    TABLE_GRADIENT,
+    TF32,
+    UNALIGNED,
+    WIDE_OUT,
+)  # fmt: skip
+from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
+from sartor.kernels.triton import launch
+from sartor.problem import Problem
+
+if launch.available():
+    import triton
+    import triton.language as tl
+
+    from sartor.kernels.triton import codegen, marks, products, tiles
+    from sartor.kernels.triton.bounds import tile_bounds, valid
+    from sartor.kernels.triton.maths import LN_2, LOG2_E
+
+    @triton.jit
+    def _sweep(
+        state, lo, hi, full_lo, full_hi, q_base, q_stride, i_m,
+        k_base, v_base, k_stride, v_stride, units, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
+        KEEP: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
+        MASKED: tl.constexpr, BOUNDED: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """Fold the key tiles in [lo, hi) into state = (m, l, acc): running maximum (its factor left out), sum, output.
+        Only tiles outside [full_lo, full_hi) look at the mask."""
+        m, l, acc = state
+        o_m, o_kv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        q_rows = tl.minimum(i_m * BLOCK_M + o_m, seqlen_q - 1)  # for the mods
+        q = products.load_queries(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, DIM_V, CHUNKS, PRECISION)
+        q_unit, k_units, v_units = units
+        for start in tl.range(lo, hi, BLOCK_N, num_stages=1 if SAFE else None):
+            k_rows = k_base + tl.cast(start, tl.int64) * k_stride
+            v_rows = v_base + tl.cast(start, tl.int64) * v_stride
+            kv = start + o_kv
+            key = valid(kv, seqlen_kv, BOUNDED)
+            k = products.load(k_rows, o_kv, k_stride, seqlen_kv - start, DIM, CHUNKS, BOUNDED, PRECISION)
+            s = products.dot_nt(q, k, CHUNKS, PRECISION)  # [M, D] @ [D, N] -> [M, N]
+            s = products.times(s, q_unit, products.unit_of(k_units, start, PRECISION), PRECISION)
+            if PRESCALE:
+                s = s * scale
+            if SCORE is not None:
+                s = SCORE(s, b, h, q_rows[:, None], key[None, :], aux)
+            if MASKED:
+                if (start < full_lo) | (start + BLOCK_N > full_hi) | (MASKED == 2):
+                    keep = kv[None, :] < seqlen_kv
+                    if KEEP is not None:
+                        keep = keep & KEEP(b, h, q_rows[:, None], key[None, :], aux)
+                    s = tl.where(keep, s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows without a key so far
+            # difference first: s * factor - m * factor, fused, leaves a remainder beyond exp2 where scores are huge
+            w = tl.exp2((s - base[:, None]) * factor)
+            alpha = tl.exp2((m - base) * factor)
+            l = l * alpha + tl.sum(w, 1)
+            acc = tiles.scale_tile(acc, alpha[:, None], CHUNKS_V)
+            if SAFE:
+                keep = tl.broadcast_to(kv[None, :] < seqlen_kv, w.shape)
+                keep = keep & KEEP(b, h, q_rows[:, None], key[None, :], aux)
+                acc = tiles.add_attended(
+                    acc, w, keep, v_base, start, v_stride, seqlen_kv, BLOCK_N, DIM_V, CHUNKS_V
+                )  # fmt: skip
+            else:
+                v = products.load(v_rows, o_kv, v_stride, seqlen_kv - start, DIM_V, CHUNKS_V, BOUNDED, PRECISION)
+                v_unit = products.unit_of(v_units, start, PRECISION)
+                acc = products.add_dot(acc, w, v, v_unit, CHUNKS_V, PRECISION, True)  # [M, N] @ [N, DV] -> [M, DV]
+            m = m_new
+        return m, l, acc
+
+    @triton.jit
+    def _finish(
+        state, sink, scale, PRESCALE: tl.constexpr, CHUNKS_V: tl.constexpr, SINKS: tl.constexpr
+    ):  # fmt: skip
+        """Normalised output tile and lse, to which the scale comes as one rounding; `sink` is a logit of the row."""
+        m, l, acc = state
+        if not PRESCALE:
+            m = m * scale
+        if SINKS:
+            top = tl.maximum(m, sink)
+            base = tl.where(top == float("-inf"), 0.0, top)
+            alpha = tl.exp2((m - base) * LOG2_E)
+            l = l * alpha + tl.exp2((sink - base) * LOG2_E)
+            acc = tiles.scale_tile(acc, alpha[:, None], CHUNKS_V)
+            m = top
+        inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
+        return tiles.scale_tile(acc, inverse[:, None], CHUNKS_V), m + tl.log2(l) * LN_2
+
+    @triton.jit
+    def _forward_tile(
+        tile, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
+        q_strides, k_strides, v_strides, out_strides,
+        heads_q, group, seqlen_q, seqlen_kv,
+        scale, factor,
+        KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, SINKS: tl.constexpr,
+        PRECISION: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """One q tile of one head. Tiles of a head are neighbours in launch order, so its keys stay in L2; the last
+        tile, which a causal mask makes the longest, goes first."""
+        n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+        i_m = n_tiles - 1 - tile % n_tiles
+        head = tile // n_tiles
+        b, h = head // heads_q, head % heads_q
+        b64, h64, first = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(i_m * BLOCK_M, tl.int64)
+        k_base = k_ptr + (b64 * k_strides[0] + (h64 // group) * k_strides[1]) * UNIT
+        v_base = v_ptr + (b64 * v_strides[0] + (h64 // group) * v_strides[1]) * UNIT
+        q_base = q_ptr + (b64 * q_strides[0] + h64 * q_strides[1] + first * q_strides[2]) * UNIT
+        out_base = out_ptr + (b64 * out_strides[0] + h64 * out_strides[1] + first * out_strides[2]) * OUT_UNIT
+        q_stride = products.row_stride(q_strides, UNIT, DIM, PRECISION)
+        k_stride = products.row_stride(k_strides, UNIT, DIM, PRECISION)
+        v_stride = products.row_stride(v_strides, UNIT, DIM_V, PRECISION)
+
+        o_m = tl.arange(0, BLOCK_M)
+        q_rows = i_m * BLOCK_M + o_m
+        present = tl.minimum(q_rows, seqlen_q - 1)
+        lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_kv, BLOCK_N)
+        head_kv = b * (heads_q // group) + h // group
+        q_units = products.head_units(units, 0, head, seqlen_q, PRECISION)
+        k_units = products.head_units(units, 1, head_kv, seqlen_kv, PRECISION)
+        v_units = products.head_units(units, 2, head_kv, seqlen_kv, PRECISION)
+        q_unit = products.unit_of(q_units, i_m * BLOCK_M, PRECISION)
+        state = (
+            tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32),
+            tiles.zeros(BLOCK_M, CHUNKS_V),
+        )  # fmt: skip
+        state = _sweep(
+            state, lo, hi, full_lo, full_hi, q_base, q_stride, i_m,
+            k_base, v_base, k_stride, v_stride, (q_unit, k_units, v_units), aux, b, h, seqlen_q, seqlen_kv,
+            scale, factor, KEEP, SCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
+            DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
+        )  # fmt: skip
+        sink = 0.0
+        if SINKS:
+            sink = tl.load(sinks_ptr + h).to(tl.float32)
+        out, lse = _finish(state, sink, scale, PRESCALE, CHUNKS_V, SINKS)
+        tiles.store_tile(out_base, o_m, out_strides[2] * OUT_UNIT, seqlen_q - i_m * BLOCK_M, out, DIM_V, CHUNKS_V)
+        tl.store(lse_ptr + tl.cast(head, tl.int64) * seqlen_q + q_rows, lse, mask=q_rows < seqlen_q)
+        if PRECISION == "pairs":
+            k_unit = products.largest_unit(k_units, lo, hi)
+            top = state[0] * factor
+            lost = products.unresolved(top, q_unit, k_unit, scale, DIM) | products.huge(top)
+            tl.store(bad_ptr + tile, tiles.has_nonfinite(out, CHUNKS_V) | tl.max(lost.to(tl.int32), 0))
+        elif KEEP is not None and not SAFE:
+            tl.store(bad_ptr + tile, tiles.has_nonfinite(out, CHUNKS_V))
+
+    @triton.jit(do_not_specialize=launch.RUNTIME)
+    def forward_kernel(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
+        q_strides, k_strides, v_strides, out_strides,
+        batch, heads_q, group, seqlen_q, seqlen_kv,
+        scale, factor,
+        KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, SINKS: tl.constexpr,
+        PRECISION: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
+        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+        UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        AGAIN: tl.constexpr, SAFE: tl.constexpr,
+    ):  # fmt: skip
+        """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
+        base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, AGAIN, 0)
+        for first in tl.range(begin, end, step * marks.ROUND, num_stages=1):
+            for i in tl.range(first, marks.last(bad_ptr, first, end, step, AGAIN), step, num_stages=1):
+                if marks.wanted(bad_ptr + base + i, AGAIN):
+                    _forward_tile(
+                        base + i, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
+                        q_strides, k_strides, v_strides, out_strides, heads_q, group, seqlen_q, seqlen_kv,
+                        scale, factor, KEEP, ROWS, SCORE, PRESCALE, SINKS, PRECISION, MASKED, BOUNDED,
+                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, SAFE,
+                    )  # fmt: skip
+
+
+class Results(NamedTuple):
+    """What a forward fills."""
+
+    out: torch.Tensor  # (b, sq, hq, dv)
+    lse: torch.Tensor  # (b, hq, sq) float32
+    bad: torch.Tensor  # int32, one mark a tile; lse where there are none
+
+
+OF_PRODUCTS = MASKS | {WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC}  # whatever is multiplied
+
+
+class TritonForward:
+    """See the module."""
+
+    name = "triton_forward"
+    family = "triton"
+    backwards = ("triton_backward",)
+    features = OF_PRODUCTS | {F16, BF16, F32, TF32, BIAS_GRADIENT, TABLE_GRADIENT}
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """What every Triton kernel needs; this one serves every dense problem."""
+        return launch.reasons(p, dev) or launch.no_tile(self, p, dev)
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """Tiles that fit shared memory and registers, best guess first."""
+        wide = 16 * -(-max(p.dim, p.dim_v) // 16)
+        small = p.dtype == torch.float32
+        sizes = (128, 64, 32, 16), (64, 128, 32, 16), (8, 4)
+        for some, block_m, block_n, warps in itertools.product(launch.in_turn(dev, 3, 2, 4, 1), *sizes):
+            accumulators = block_m * (wide + block_n) // (32 * warps)  # float32 registers a thread
+            if accumulators > (100 if small else 168) or (small and block_m * block_n > 4096):
+                continue
+            if block_m < (4 if small else 8) * warps:
+                continue  # a warp multiplies 16 rows, or shares them with others
+            if dev.arch == 90 and not small and block_m < 64 and wide <= 256:
+                continue  # wgmma multiplies 64 rows at a time
+            if not launch.sums_fit(dev, block_m, self.columns(p, block_n)):
+                continue
+            for stages in some:
+                if self.smem_bytes(p, block_m, block_n, stages, warps) <= launch.room(dev):
+                    yield Tile(block_m, block_n, warps, stages)
+
+    def columns(self, p: Problem, block_n: int) -> int:
+        """Of 32 bits, of all that products sum up, chunk by chunk, and of the weights."""
+        output = sum(width for _, width in tiles.wide_chunks(p.dim_v))
+        return len(tiles.chunks(p.dim)) * block_n + output + block_n * p.dtype.itemsize // 4
+
+    def smem_bytes(self, p: Problem, block_m: int, block_n: int, stages: int, warps: int = 4) -> int:
+        """Upper estimate of shared memory: the q tile, and for every stage key and value tiles and what mods read; the
+        weights, where a warp multiplies values with weights that others computed."""
+        size = p.dtype.itemsize
+        d, dv = (sum(widths) for widths in (tiles.chunks(p.dim)[-1], tiles.wide_chunks(p.dim_v)[-1]))
+        mods = stages * codegen.tile_bytes(p.program, block_m, block_n)
+        masked = p.program.keep is not None or p.seqlen_kv % block_n > 0
+        exchanged = stages == 1 or (masked and 16 * warps > block_m)
+        weights = block_m * block_n * size if exchanged else 0
+        return size * (block_m * d + stages * block_n * (d + dv)) + weights + mods
+
+    def shared_bytes(self, plan: Plan) -> int:
+        """Shared memory that a block takes, as `smem_bytes` counts it."""
+        t = plan.tile
+        assert t is not None
+        return self.smem_bytes(plan.problem, t.block_m, t.block_n, t.stages, t.warps)
+
+    def launches(self, plan: Plan, x: Operands, out: torch.Tensor, lse: torch.Tensor) -> list[launch.Launch]:
+        """The launches of one call; tensors may be meta tensors, for compiling without a GPU."""
+        return self.steps(plan, x, self.results(plan, out, lse), self.pairs(x))
+
+    def steps(self, plan: Plan, x: Operands, results: Results, pairs: dict[str, Any]) -> list[launch.Launch]:
+        """`launches` into given results; `pairs` are for the kernels that split their operands."""
+        assert plan.tile is not None
+        step = self.step("forward", plan, plan.tile, x, results)
+        return [step, step.careful(plan.device)] if self.marked(plan.problem) else [step]
+
+    def step(
+        self, name: str, plan: Plan, tile: Tile, x: Operands, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> launch.Launch:
+        """One launch of the kernel over every tile; `results` are `Results`."""
+        p, (out, lse, bad) = plan.problem, results
+        per, out_per = launch.unit(x.q, x.k, x.v), launch.unit(out)
+        uneven = p.seqlen_kv % tile.block_n != 0
+        arguments = launch.PLAIN | launch.common(plan, x) | {
+            "q_ptr": x.q, "k_ptr": x.k, "v_ptr": x.v, "out_ptr": out, "lse_ptr": lse, "bad_ptr": bad,
+            "sinks_ptr": lse if x.sinks is None else x.sinks,
+            "q_strides": launch.strides(x.q, per), "k_strides": launch.strides(x.k, per),
+            "v_strides": launch.strides(x.v, per), "out_strides": launch.strides(out, out_per),
+            "ROWS": codegen.build(p.program).rows, "SINKS": x.sinks is not None,
+            "MASKED": codegen.masking(p.program, p.program.rows, uneven), "BOUNDED": uneven,
+            "DIM": p.dim, "DIM_V": p.dim_v, "CHUNKS": tiles.chunks(p.dim), "CHUNKS_V": tiles.wide_chunks(p.dim_v),
+            "UNIT": per, "OUT_UNIT": out_per, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        }  # fmt: skip
+        grid = -(-p.seqlen_q // tile.block_m) * p.heads_q * p.batch
+        return launch.Launch(name, forward_kernel, grid, launch.in_order(forward_kernel, arguments), tile)
+
+    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """out (b, sq, hq, dv) and lse (b, hq, sq)."""
+        p, pairs = plan.problem, self.pairs(x)
+        lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32, device=x.q.device)
+        results = self.results(plan, allocate_out(p, x.q), lse)
+        changed: dict[str, Any] = {
+            "q_ptr": x.q.data_ptr(), "k_ptr": x.k.data_ptr(), "v_ptr": x.v.data_ptr(),
+            "out_ptr": results.out.data_ptr(), "lse_ptr": lse.data_ptr(), "bad_ptr": results.bad.data_ptr(),
+            "sinks_ptr": 0 if x.sinks is None else x.sinks.data_ptr(),
+        }  # fmt: skip
+        if any(isinstance(value, torch.Tensor) for value in x.aux):
+            changed["aux"] = codegen.aux_arguments(x.aux, p.program)
+        if not launch.again(changed, plan.cache, own=launch.own({"q": x.q, "k": x.k, "v": x.v}, pairs, "forward")):
+            launch.run(self.steps(plan, x, results, pairs), plan.cache)
+        return results.out, lse
+
+    def results(self, plan: Plan, out: torch.Tensor, lse: torch.Tensor) -> Results:
+        """With room for one mark a tile, where tiles are marked to be computed again."""
+        p, tile = plan.problem, plan.tile
+        assert tile is not None
+        if not self.marked(p):
+            return Results(out, lse, lse)
+        n = -(-p.seqlen_q // tile.block_m) * p.heads_q * p.batch
+        return Results(out, lse, torch.empty(n, dtype=torch.int32, device=out.device))
+
+    def marked(self, p: Problem) -> bool:
+        """Whether tiles are marked to be computed again."""
+        return p.program.keep is not None
+
+    def pairs(self, x: Operands) -> dict[str, Any]:
+        """Room for split operands, by name; none here."""
+        return {}
+
+
+SPEC = TritonForward()

@@ -1,0 +1,112 @@
+"""The backward of fp32_forward.py: triton_backward.py on pairs of float16.
+
+q, k, v and dout are split, then dk and dv, then dq computed from the pairs; the score gradients are split in registers,
+row by row. Tiles that the pairs do not do come out NaN, are marked, and computed again by triples of bfloat16. dbias,
+the size of a score matrix in any case, is computed by triples at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sartor.device import Device
+from sartor.features import F32
+from sartor.kernels.spec import Operands, Plan, Saved, Tile
+from sartor.kernels.triton import launch
+from sartor.kernels.triton import tables as table_gradients
+from sartor.kernels.triton.backward import OF_PRODUCTS, TritonBackward
+from sartor.kernels.triton.fp32_forward import COLUMNS, MOST_ROWS, exact, exact_bytes, reasons, widest
+from sartor.problem import Problem
+
+if launch.available():
+    from sartor.kernels.triton import split, tiles
+
+
+class Fp32Backward(TritonBackward):
+    """See the module."""
+
+    name = "fp32_backward"
+    family = "fp32"
+    features = OF_PRODUCTS | {F32}
+    gains = True
+
+    def why_not(self, p: Problem, dev: Device) -> list[str]:
+        """As for the forward."""
+        return reasons(p, dev) + table_gradients.reasons(p) or launch.no_tile(self, p, dev)
+
+    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
+        """Tiles that fit shared memory and registers, best guess first; the same measure for dk, dv and for dq."""
+        d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
+        steps, rows = ((16, 32), (64, 32, 16)) if max(d, dv) > 128 else ((64, 32, 16, 128), (128, 64, 32, 16))
+        for some, stepped, held, warps in itertools.product(launch.in_turn(dev, 2, 3, 1), steps, rows, (8, 4)):
+            registers = held * (d + dv + min(max(d, dv), 128) + 2 * stepped) // (32 * warps)  # a thread
+            if registers > 256 or held < 4 * warps or max(held, stepped) > MOST_ROWS:
+                continue
+            if dev.arch == 90 and held < 64 and max(d, dv) <= 128:
+                continue  # wgmma multiplies 64 rows at a time
+            if not launch.sums_fit(dev, held, COLUMNS):
+                continue
+            for stages in some:
+                if max(self.smem_bytes(p, stepped, held, stages), exact_bytes(p, d + dv, held)) <= launch.room(dev):
+                    yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
+
+    def steps(
+        self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
+    ) -> list[launch.Launch]:
+        """Splits, the launches on pairs, the launches over what each of them marked."""
+        p, tile, dev = plan.problem, plan.tile, plan.device
+        assert tile is not None
+        assert tile.then is not None
+        sources = {"q": x.q, "k": x.k, "v": x.v, "dout": work["dout"]}
+        steps = [split.step(name, sources[name], pair, wide=True) for name, pair in pairs.items()]
+        steps.append(self._prepare(p, saved, work))
+        halves = replace(x, q=pairs["q"].data, k=pairs["k"].data, v=pairs["v"].data)
+        plain = self._shared(plan, x, work["dout"], work) | exact(p)
+        paired = self._shared(plan, halves, pairs["dout"].data, work)
+        paired |= {"units": split.units(pairs), "PRECISION": "pairs"}
+        for make, fast, slow, most in (  # dq first: it sums the weights that dk and dv are made of
+            (self._dq, tile.then, _exact_dq(p, tile.then), widest(p.dim)), (self._dkdv, tile, _exact_dkdv(p, tile), 64)
+        ):  # fmt: skip
+            first, again = make(p, fast, paired, work), make(p, slow, plain, work).again(dev, "exact")
+            steps += [first.changed(CHUNKS=tiles.chunks(p.dim, most), CHUNKS_V=tiles.chunks(p.dim_v, most)), again]
+            steps += [again.careful(dev)] if p.program.keep is not None else []
+        if p.bias_shape is not None:
+            steps.append(self._dbias(p, _exact_dkdv(p, tile), plain, work))
+        return steps + table_gradients.steps(p, _exact_dkdv(p, tile), plain, work, self.gains)
+
+    def notes(self, p: Problem) -> Iterable[str]:
+        """Memory that a call takes besides its results."""
+        size = sum(split.nbytes(p.batch, p.seqlen_q, p.heads_q, d) for d in (p.dim, p.dim_v))
+        size += sum(split.nbytes(p.batch, p.seqlen_kv, p.heads_kv, d) for d in (p.dim, p.dim_v))
+        yield f"the backward splits q, k, v and dout into pairs of float16: {size / 2**20:.1f} MiB beside them"
+
+    def smem_bytes(self, p: Problem, stepped: int, held: int, stages: int) -> int:
+        """Upper estimate of shared memory: pairs held and stepped over; score tiles stay in registers."""
+        d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
+        return 4 * (d + dv) * (held + stages * stepped) + 8192
+
+    def marked(self, p: Problem) -> bool:
+        """Always: what pairs do not do is computed again."""
+        return True
+
+    def pairs(self, x: Operands, dout: torch.Tensor) -> dict[str, Any]:
+        """Room for the pairs of q, k, v and dout."""
+        return {name: split.allocate(t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("dout", dout))}
+
+
+def _exact_dkdv(p: Problem, tile: Tile) -> Tile:
+    """The measure of the second computation: the same rows, for their marks, and few queries: registers are short."""
+    return Tile(16, tile.block_n, 8 if tile.block_n >= 128 or max(p.dim, p.dim_v) > 128 else 4, 1)
+
+
+def _exact_dq(p: Problem, tile: Tile) -> Tile:
+    turned = _exact_dkdv(p, Tile(tile.block_n, tile.block_m))
+    return Tile(turned.block_n, turned.block_m, turned.warps, 1)
+
+
+SPEC = Fp32Backward()

@@ -1,0 +1,74 @@
+"""What every kernel of a backward makes first: the rows' lse and delta, weights and score gradients of a tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sartor.kernels.triton import products
+from sartor.kernels.triton.bounds import valid
+
+
+@triton.jit
+def row(head, seqlen_q):
+    """Where a head's rows begin in delta and lse_log2: on 64 bytes, so that loads can be wide."""
+    return tl.cast(head, tl.int64) * (tl.cdiv(seqlen_q, 16) * 16)
+
+
+@triton.jit
+def load_rows(lse_base, delta_base, rows, seqlen_q, BOUNDED: tl.constexpr):
+    """lse (log2) and delta; rows past the end get lse = +inf, which makes their weights 0."""
+    if BOUNDED:
+        inside = rows < seqlen_q
+        lse = tl.load(lse_base + rows, mask=inside, other=float("inf"))
+        return lse, tl.load(delta_base + rows, mask=inside, other=0.0)
+    return tl.load(lse_base + rows), tl.load(delta_base + rows)
+
+
+@triton.jit
+def gradient_tile(
+    s, dp, units, lse, delta, gain, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
+    KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, SAFE: tl.constexpr,
+    GAINS: tl.constexpr,
+):  # fmt: skip
+    """(weights, d score, d raw score, keep) of a tile, to which q, kv, lse, delta and gain are broadcastable.
+
+    `units` are those of the factors of s, then of dp. `keep` is looked at where `partial`; SAFE also takes NaN out
+    of what the mask hides.
+    """
+    if PRESCALE:
+        s = products.times_regained(s, units[0], units[1], DIM, PRECISION) * scale
+    else:
+        factor = products.times_regained(factor, units[0], units[1], DIM, PRECISION)
+    x = s
+    query, key = valid(q, seqlen_q, BOUNDED), valid(kv, seqlen_kv, BOUNDED)
+    if SCORE is not None:
+        x = SCORE(s, b, h, query, key, aux)
+    keep = (q < seqlen_q) & (kv < seqlen_kv)
+    if SAFE:
+        if KEEP is not None:
+            keep = keep & KEEP(b, h, query, key, aux)
+        x = tl.where(keep, x, float("-inf"))
+    elif MASKED:
+        if partial:
+            if KEEP is None:
+                keep = (q < seqlen_q) & (kv < seqlen_kv)
+            else:
+                keep = tl.broadcast_to(KEEP(b, h, query, key, aux), s.shape)
+                if BOUNDED:
+                    keep = keep & (q < seqlen_q) & (kv < seqlen_kv)
+            x = tl.where(keep, x, float("-inf"))
+    # a weight is at most 1, however lse was rounded; where a gain corrects it, it may be a little more before
+    most = 0.0 if GAINS is None else 1.0
+    w = tl.exp2(tl.minimum(x * factor - lse, most, propagate_nan=tl.PropagateNan.ALL))
+    if GAINS == "given":
+        w = w * gain
+    ds = w * (products.times_regained(dp, units[2], units[3], DIM_V, PRECISION) - delta)
+    draw = ds
+    if DSCORE is not None:
+        draw = ds * DSCORE(s, b, h, query, key, aux)
+    if SAFE:
+        keep = tl.broadcast_to(keep, w.shape)
+        w, ds, draw = tl.where(keep, w, 0.0), tl.where(keep, ds, 0.0), tl.where(keep, draw, 0.0)
+    return w, ds, draw, keep

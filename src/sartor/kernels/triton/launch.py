@@ -1,0 +1,280 @@
+"""Host side shared by the Triton kernels: arguments every kernel takes, and a launch that is cheap the second time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sartor.device import Device
+from sartor.kernels.spec import KernelSpec, Operands, Plan, Saved, Tile, legal
+from sartor.problem import Problem
+
+if TYPE_CHECKING:
+    from sartor.kernels.triton.direct import Direct
+
+LOG2_E = 1.4426950408889634
+RUNTIME = ("batch", "heads_q", "seqlen_q", "seqlen_kv")  # what a kernel is not compiled anew for
+EMPTY: Mapping[str, dict[str, Any]] = {}
+PLAIN = {"units": (), "AGAIN": False, "SAFE": False}  # a first launch on tensors as they are, not on pairs
+TENSOR_COLUMNS = 512  # of tensor memory, of 32 bits
+
+
+def reasons(p: Problem, dev: Device) -> list[str]:
+    """What every Triton kernel needs."""
+    why = []
+    if not available():
+        why.append("needs Triton >= 3.5, which is not installed: pip install triton")
+    elif dev.is_cpu and not interpreted():
+        why.append("needs an NVIDIA GPU, the tensors are on a CPU")
+    elif not dev.is_cpu and dev.arch < 80:
+        why.append(f"needs compute capability >= 8.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
+    elif p.dtype == torch.bfloat16 and interpreted():
+        why.append("needs float16 or float32 in Triton's interpreter, where bfloat16 is wrong")
+    return why
+
+
+def no_tile(spec: KernelSpec, p: Problem, dev: Device) -> list[str]:
+    """Why a problem whose kernel has no legal tile cannot run."""
+    if legal(spec, p, dev):
+        return []
+    dtype = str(p.dtype).removeprefix("torch.")
+    return [
+        f"needs a tile within {room(dev)} bytes of shared memory, got none for dims {p.dim} and {p.dim_v} in {dtype}"
+    ]
+
+
+@cache
+def version() -> tuple[int, ...]:
+    """Triton's, down to the minor one; (0, 0) where it is not installed."""
+    try:
+        return tuple(int(x) for x in metadata.version("triton").split(".")[:2])
+    except metadata.PackageNotFoundError:
+        return 0, 0
+
+
+def available() -> bool:
+    """Whether a Triton this package can use is installed."""
+    return version() >= (3, 5)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def room(dev: Device) -> int:
+    """Shared memory a block may be given: not all of it where the compiler takes more than estimates say. The
+    interpreter has no limit worth modelling."""
+    size = dev.smem_bytes or 227 << 10
+    return size * 7 // 8 if tensor_memory(dev) else size
+
+
+def tensor_memory(dev: Device) -> bool:
+    """Whether products of 64 rows or more are summed up in a memory of their own, as on a B200."""
+    return 100 <= dev.arch < 120
+
+
+def sums_fit(dev: Device, rows: int, columns: int) -> bool:
+    """Whether there is room for the sums of a tile's products, `columns` of 32 bits side by side. On compute capability
+    10.x those of 64 rows or more lie in tensor memory; others are in registers, which kernels count themselves."""
+    return rows < 64 or columns <= TENSOR_COLUMNS or not tensor_memory(dev)
+
+
+def only_registers(dev: Device) -> bool:
+    """Whether products read registers only: where there is neither wgmma nor tensor memory."""
+    return dev.arch != 90 and not tensor_memory(dev)
+
+
+def in_turn(dev: Device, *stages: int) -> tuple[tuple[int, ...], ...]:
+    """Stages of tiles, of which one comes last, in the order to try: those of a tuple size by size. Where products read
+    registers only, one stage is the last choice of all: what it loads is in registers all the while, and spills."""
+    return (stages[:-1], stages[-1:]) if only_registers(dev) else (stages,)
+
+
+def unit(*tensors: torch.Tensor) -> int:
+    """How many elements 16 bytes are, if every row of every tensor starts on 16 bytes, else 1.
+
+    Strides are passed in this unit: the compiler then knows of rows on 16 bytes that are no multiple of 16 elements.
+    """
+    n = 16 // tensors[0].element_size()
+    rows_aligned = all(s % n == 0 for t in tensors for s in t.stride()[:3])
+    return n if rows_aligned and all(t.data_ptr() % 16 == 0 for t in tensors if not t.is_meta) else 1
+
+
+def strides(t: torch.Tensor, per: int = 1) -> tuple[int, int, int]:
+    """Batch, head and row stride of a (b, s, h, d) tensor, in units of `per` elements."""
+    b, s, h, _ = t.stride()
+    return b // per, h // per, s // per
+
+
+def prescaled(p: Problem) -> bool:
+    """Whether scores are scaled before anything is done to them: a factor of the exponential comes too late."""
+    return p.program.score is not None or p.softmax_scale <= 0
+
+
+def factor(p: Problem, scale: float) -> float:
+    """What scores are multiplied with in the exponent of 2."""
+    return LOG2_E if prescaled(p) else scale * LOG2_E
+
+
+def common(plan: Plan, x: Operands) -> dict[str, Any]:
+    """Arguments that every attention kernel takes by the same name."""
+    from sartor.kernels.triton import codegen
+
+    p, mods = plan.problem, codegen.build(plan.problem.program)
+    return {
+        "aux": codegen.aux_arguments(x.aux, p.program),
+        "batch": p.batch,
+        "heads_q": p.heads_q,
+        "group": p.group,
+        "seqlen_q": p.seqlen_q,
+        "seqlen_kv": p.seqlen_kv,
+        "scale": p.softmax_scale,
+        "factor": factor(p, p.softmax_scale),
+        "KEEP": mods.keep,
+        "SCORE": mods.score,
+        "PRESCALE": prescaled(p),
+        "PRECISION": p.precision if p.dtype == torch.float32 else "ieee",
+    }
+
+
+class Launch(NamedTuple):
+    """One kernel launch: `arguments` in the order of the kernel's signature."""
+
+    name: str
+    kernel: Any
+    grid: int
+    arguments: dict[str, Any]
+    tile: Tile
+
+    def changed(self, **arguments: Any) -> Launch:
+        """The same launch with some arguments changed."""
+        return self._replace(arguments=self.arguments | arguments)
+
+    def again(self, dev: Device, name: str, **arguments: Any) -> Launch:
+        """The same kernel over the tiles that were marked: few programs, which mostly find nothing to do."""
+        step = self.changed(AGAIN=True, **arguments)
+        return step._replace(name=f"{self.name} {name}", grid=min(self.grid, 2 * (dev.sm_count or 1)))
+
+    def careful(self, dev: Device) -> Launch:
+        """The tiles that came out non-finite, with care for NaN."""
+        return self.again(dev, "repair", SAFE=True)
+
+
+class Ready(NamedTuple):
+    """A launch as it is repeated: by the driver, or by Triton's launcher with the arguments in their places."""
+
+    name: str
+    compiled: Any
+    direct: Direct | None
+    start: Any  # Triton's launcher
+    values: list[Any]
+    slots: dict[str, int]
+
+    @classmethod
+    def of(cls, step: Launch, compiled: Any) -> Ready:
+        """For a launch that ran."""
+        from sartor.kernels.triton.direct import Direct
+
+        slots = {name: i for i, name in enumerate(step.arguments)}
+        kept = [_kept(x) for x in step.arguments.values()]
+        direct = Direct.of(compiled, step.arguments, step.grid, version())
+        return cls(step.name, compiled, direct, compiled[(step.grid, 1, 1)], kept, slots)
+
+    def repeat(self, changed: Mapping[str, Any]) -> None:
+        """By Triton's launcher, which takes addresses as well as tensors."""
+        values = self.values.copy()
+        for name, value in changed.items():
+            if name in self.slots:
+                values[self.slots[name]] = value
+        self.start(*values)
+
+
+def run(steps: Iterable[Launch], cache: dict[object, Any], key: object = None) -> None:
+    """Launch on the current stream, compiling what is not compiled; the launches are kept for `again`.
+
+    A cache belongs to one call key, which holds what Triton specialises on, so one compiled kernel serves it; `key`
+    adds what varies besides (the layout of dout).
+    """
+    ready = []
+    for step in steps:
+        if step.grid:
+            options = {} if interpreted() else compile_options(step.tile)
+            compiled = step.kernel[(step.grid,)](**step.arguments, **options)
+            if hasattr(compiled, "function"):  # not so in the interpreter
+                ready.append(Ready.of(step, compiled))
+    if not interpreted():
+        cache["ready", key] = tuple(ready)
+
+
+def _kept(value: Any) -> Any:
+    """An argument as it waits for the next call, which brings tensors of its own: kept ones would stay allocated."""
+    if isinstance(value, torch.Tensor):
+        return None
+    return tuple(map(_kept, value)) if isinstance(value, tuple) else value
+
+
+def again(
+    changed: Mapping[str, Any], cache: dict[object, Any], key: object = None, own: Mapping[str, dict[str, Any]] = EMPTY
+) -> bool:
+    """Launch as `run` did for this key, with other tensors; False when it did not yet.
+
+    `changed` holds tensors, or their addresses, by the names of arguments; numbers are the same in every launch. `own`
+    holds those of single launches, by the launch's name; they come before those that all share.
+    """
+    ready = cache.get(("ready", key))
+    if ready is None:
+        return False
+    from sartor.kernels.triton import direct
+
+    stream = None if direct.hooked() else direct.current_stream()
+    for step in ready:
+        arguments = {**changed, **own[step.name]} if step.name in own else changed
+        if step.direct is None or stream is None:
+            step.repeat(arguments)
+        else:
+            step.direct.start(arguments, stream)
+    return True
+
+
+def own(tensors: dict[str, torch.Tensor], pairs: dict[str, Any], *steps: str) -> dict[str, dict[str, Any]]:
+    """For `again`: what the splits of `tensors` take, and the launches on pairs, named `steps`; see split.py."""
+    if not pairs:
+        return {}
+    found = {
+        f"split {name}": {"x_ptr": tensors[name], "pairs_ptr": pair.data, "units_ptr": pair.units}
+        for name, pair in pairs.items()
+    }
+    halves = {f"{name}_ptr": pair.data for name, pair in pairs.items()}
+    return found | dict.fromkeys(steps, halves | {"units": tuple(pair.units for pair in pairs.values())})
+
+
+def key(saved: Saved) -> tuple[Any, ...]:
+    """What the launches of a backward depend on besides the plan's problem: how the tensors of `saved` lie."""
+    out, lse, dout, dlse = saved
+    addresses = (
+        out.data_ptr() & 15,
+        lse.data_ptr() & 15,
+        dout.data_ptr() & 15,
+        -1 if dlse is None else dlse.data_ptr() & 15,
+    )
+    return out.stride(), dout.stride(), dout.dtype, addresses
+
+
+def compile_options(tile: Tile) -> dict[str, Any]:
+    """Triton's compile options. Fusing a*b+c is said aloud because Triton 3.10 changes its default."""
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+
+
+def in_order(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments in the order of the kernel's signature, which the direct launch needs; extra ones are an error."""
+    missing = set(kernel.arg_names) ^ set(arguments)
+    if missing:
+        raise TypeError(f"{kernel.__name__} and its launcher disagree on {sorted(missing)}")
+    return {name: arguments[name] for name in kernel.arg_names}

@@ -1,0 +1,95 @@
+"""Compile a Triton kernel for any architecture without a GPU, and read what the compiler made of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sartor.kernels.spec import Tile
+from sartor.kernels.triton.launch import compile_options
+
+_TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "i1", torch.int32: "i32",
+    torch.int64: "i64", torch.uint8: "u8", torch.float64: "fp64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one compiled kernel: registers a thread, bytes spilled, shared and tensor memory a block, and its SASS."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    tensor_columns: int
+    sass: str
+    ptx: str
+
+    def count(self, opcode: str) -> int:
+        """How many instructions start with `opcode`."""
+        return len(re.findall(rf"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d\s+)?{opcode}\b", self.sass, re.MULTILINE))
+
+
+def compile_for(kernel: Any, arguments: dict[str, Any], tile: Tile, arch: int) -> Resources:
+    """What becomes of `kernel` on `arch` (80, 90, ...) with the arguments a launch would get; meta tensors will do."""
+    return _resources(compiled_for(kernel, arguments, tile, arch))
+
+
+def compiled_for(kernel: Any, arguments: dict[str, Any], tile: Tile, arch: int) -> Any:
+    """The same, as Triton gives it: `asm`, `metadata`."""
+    names = [p.name for p in kernel.params]
+    constexprs = {n for n, p in zip(names, kernel.params, strict=True) if p.is_constexpr}
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(names):
+        value = arguments[name]
+        if name in constexprs:
+            signature[name], constants[(i,)] = "constexpr", value
+        else:
+            known = {} if kernel.params[i].do_not_specialize else attributes
+            signature[name] = "i32" if known is not attributes else _type(value, (i,), constants, attributes)
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compile_options(tile))
+
+
+def _type(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
+    """Triton's signature of an argument, specialised as its launcher does: on 1, and on divisibility by 16."""
+    if isinstance(value, tuple):
+        return tuple(_type(v, (*path, i), constants, attributes) for i, v in enumerate(value))
+    if isinstance(value, torch.Tensor):
+        attributes[path] = [["tt.divisibility", 16]]
+        return "*" + _TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if value == 1:
+        constants[path] = 1
+        return "constexpr"
+    if value % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _resources(compiled: Any) -> Resources:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _output(tools / "cuobjdump", "-res-usage", cubin)
+        sass = _output(tools / "nvdisasm", "-c", cubin)
+    registers = int(re.search(r"REG:(\d+)", usage).group(1))  # type: ignore[union-attr]
+    local = re.search(r"STACK:(\d+)", usage)
+    spills = int(local.group(1)) if local else 0
+    columns = getattr(compiled.metadata, "tmem_size", 0) or 0
+    return Resources(registers, spills, int(compiled.metadata.shared), columns, sass, compiled.asm["ptx"])
+
+
+def _output(*command: Any) -> str:
+    return subprocess.run([str(c) for c in command], check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,289 @@
+"""The command line: flags in, lab out. Every figure it prints comes from the lab; nothing is computed here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sartor.lab.cli import ladder as ladder_cli
+from sartor.lab.cli.flags import DeviceFlag, OutFlag, RecordFlag, device_of, friendly, results_folder
+
+if TYPE_CHECKING:
+    import torch
+
+    from sartor.lab.workloads.suites import Suite
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+                  help="Exact attention, cut to measure, and the lab that measures it.")  # fmt: skip
+app.add_typer(ladder_cli.ladder, name="ladder")
+app.command()(ladder_cli.profile)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import sartor
+
+        typer.echo(f"sartor {sartor.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Exact attention, cut to measure, and the lab that measures it."""
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has, and whether attention is right on it. Exit code 1 if not."""
+    from rich.console import Console
+
+    from sartor.lab.measure.doctor import examine
+
+    console, wrong = Console(), 0
+    for finding in examine():
+        mark = {None: " ", True: "[green]ok[/]", False: "[red]no[/]"}[finding.ok]
+        console.print(f"{mark:>2} [bold]{finding.what}[/]: {finding.found}", highlight=False)
+        wrong += finding.ok is False
+    raise typer.Exit(1 if wrong else 0)
+
+
+@app.command()
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="remove all of it")] = False,
+    most_mib: Annotated[float | None, typer.Option(help="remove the least recently used files beyond so many")] = None,
+) -> None:
+    """What the disk cache of machine code holds, and what in it is ignored; or remove from it."""
+    from sartor import cache as disk
+
+    if clear or most_mib is not None:
+        removed = disk.bound(-1 if clear else int((most_mib or 0) * 2**20))
+        typer.echo(f"removed {removed} files")
+    found = disk.contents()
+    typer.echo(f"{disk.folder()}: {found.files} files, {found.size / 2**20:.1f} MiB of at most {disk.LIMIT >> 20}")
+    for sentence in found.ignored:
+        typer.echo(sentence)
+
+
+@app.command()
+def explain(
+    batch: int = 1,
+    heads: Annotated[str, typer.Option(help="query heads, or query/key heads as 32/8")] = "16",
+    seqlen: Annotated[str, typer.Option(help="length, or query/key lengths as 1/8k")] = "4096",
+    dim: Annotated[str, typer.Option(help="head dim, or dim/dim_v as 192/128")] = "128",
+    dtype: str = "bfloat16",
+    mask: Annotated[str, typer.Option(help="full, causal, window1024, document8, softcap30, alibi, a+b, ...")] = "full",
+    kernel: Annotated[str, typer.Option(help="a kernel by name, or auto")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or an architecture that is not here: sm80, sm90, ...")] = "",
+) -> None:
+    """Which kernel would run a problem, and why not the others. Runs nothing."""
+    from sartor.lab.measure.adhoc import walk
+
+    with friendly():
+        typer.echo(str(walk(batch, (heads, seqlen, dim), dtype, mask, kernel, device)))
+
+
+@app.command()
+def check(device: DeviceFlag = "", kernel: str = "auto") -> None:
+    """Errors against float64 on this machine, with their budgets. Exit code 1 if one is over."""
+    from sartor.lab.measure import check as checks
+    from sartor.lab.show import tables, views
+
+    with friendly():
+        rows = checks.run(device_of(device), kernel)
+    views.console().print(tables.checks(rows).rich())
+    raise typer.Exit(0 if all(row.ok for row in rows) else 1)
+
+
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Option(help="a suite of benchmarks/suites; `sartor bench --list` names them")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="the suite for this machine")] = False,
+    show: Annotated[bool, typer.Option("--list", help="name the suites")] = False,
+    providers: Annotated[str, typer.Option(help="comma-separated; see docs/measuring.md")] = "",
+    modes: Annotated[str, typer.Option(help="comma-separated: fwd, bwd, fwd_bwd, decode")] = "",
+    dim: Annotated[str, typer.Option(help="ad hoc: 64,128 or 192/128")] = "",
+    seqlen: Annotated[str, typer.Option(help="ad hoc: 512,1k,4k or 1/8k")] = "",
+    heads: Annotated[str, typer.Option(help="ad hoc: 16 or 32/8; by default 2048 / dim")] = "",
+    batch: Annotated[int, typer.Option(help="ad hoc; by default 16384 / length")] = 0,
+    dtype: Annotated[str, typer.Option(help="ad hoc: bfloat16,float32")] = "",
+    mask: Annotated[str, typer.Option(help="ad hoc: full,causal,window1024, ...")] = "",
+    causal: Annotated[str, typer.Option(help="ad hoc: yes, no or both; short for --mask")] = "",
+    rounds: Annotated[int, typer.Option(help="turns of each provider; by default the suite's, or 10, in 6 s")] = 0,
+    turn_ms: Annotated[float | None, typer.Option(help="what counts of a turn; 40 on a GPU, 5 on a CPU")] = None,
+    lead_ms: Annotated[float | None, typer.Option(help="what goes before it; 80 on a GPU, 0 on a CPU")] = None,
+    max_seconds: Annotated[float, typer.Option(help="start no further workload after this")] = float("inf"),
+    check: Annotated[bool, typer.Option(help="measure errors against float64")] = True,
+    plot: Annotated[bool, typer.Option(help="draw the suite's plots")] = True,
+    record: RecordFlag = False,
+    out: OutFlag = Path("results"),
+    device: DeviceFlag = "",
+) -> None:
+    """Measure providers on a suite, in turns; print the table, append records, draw plots."""
+    from sartor.lab.measure import adhoc
+    from sartor.lab.measure.timing import Budget
+    from sartor.lab.workloads import suites
+
+    with friendly():
+        if show:
+            for name in suites.available():
+                typer.echo(f"{name:12s} {suites.load(name).description}")
+            return
+        where = device_of(device)
+        flags = {"dim": dim, "seqlen": seqlen, "heads": heads, "dtype": dtype, "mask": mask, "causal": causal}
+        chosen = adhoc.suite(suite, quick, where, batch, {k: v for k, v in flags.items() if v})
+        chosen = adhoc.narrow(chosen, providers, modes)
+        target = results_folder() if record else out
+        lead = chosen.lead_ms if lead_ms is None else lead_ms
+        budget = Budget(rounds, turn_ms, lead, max_s=float("inf")) if rounds else Budget(chosen.rounds, turn_ms, lead)
+        _bench(chosen, where, budget, (check, plot, record), target, max_seconds)
+
+
+def _bench(
+    suite: Suite, device: torch.device, budget: Any, flags: tuple[bool, bool, bool], out: Path, max_seconds: float
+) -> None:
+    from sartor.lab.measure.bench import Session
+    from sartor.lab.measure.records import Run
+    from sartor.lab.show import views
+
+    check, plot, record = flags
+    session, console = Session(Run.start(suite.name, device), device, budget, check, max_seconds), views.console()
+    found, files = views.run(console, suite, session, out, plot, record)
+    views.show(console, found, suite, session)
+    console.print("wrote " + ", ".join(str(f) for f in files), highlight=False)
+    console.print(f"again: sartor {' '.join(sys.argv[1:])}", highlight=False)
+
+
+@app.command()
+def plot(
+    suite: str,
+    device: Annotated[str, typer.Option(help="folder name: h200, cpu; by default that of the newest records")] = "",
+    out: OutFlag = Path("results"),
+    record: Annotated[bool, typer.Option("--record", help="read and write benchmarks/results")] = False,
+) -> None:
+    """Draw a suite's plots from its latest records."""
+    from sartor.lab.measure import adhoc, records
+    from sartor.lab.show import views
+    from sartor.lab.workloads import suites
+
+    with friendly():
+        file = records.newest(results_folder() if record else out, suite, device)
+        chosen = adhoc.EMPTY if suite == adhoc.EMPTY.name else suites.load(suite)
+        files = views.draw(records.latest(records.read(file)), chosen, file.parent)
+        if not files:
+            raise ValueError(f"suite {suite} asks for no plot, or its records have nothing to draw")
+        for path in files:
+            typer.echo(str(path))
+
+
+@app.command()
+def report(
+    readme: Annotated[
+        list[Path] | None, typer.Argument(help="files with markers; by default README.md and those of docs/")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="write nothing; exit code 1 if a file is stale")] = False,
+) -> None:
+    """Rewrite the tables between markers from the committed records."""
+    from sartor.lab.show import report as reports
+
+    with friendly():
+        results, stale = results_folder(), False
+        root = results.parents[1]
+        for path in readme or [root / name for name in reports.FILES]:
+            fresh = reports.update(path, results, check)
+            stale |= not fresh
+            typer.echo(f"{path.name}: {'up to date' if fresh else 'stale' if check else 'rewritten'}")
+    raise typer.Exit(1 if check and stale else 0)
+
+
+@app.command()
+def tune(
+    out: Annotated[Path, typer.Option(help="table to write or update")] = Path("sm.jsonl"),
+    dims: Annotated[str, typer.Option(help="comma-separated; by default multiples of 16 or 32 from 16 to 256")] = "",
+    dtypes: str = "bfloat16",
+    kernels: Annotated[str, typer.Option(help="comma-separated kernels; by default all that can be tuned")] = "",
+    workers: Annotated[int, typer.Option(help="processes that compile")] = 8,
+) -> None:
+    """Time the legal tiles of the GPU kernels on this GPU and write the fastest into a tuning table."""
+    with friendly():
+        import torch
+
+        from sartor.lab.measure import search
+        from sartor.lab.measure.adhoc import number
+
+        wanted = [number(d, "dims") for d in dims.split(",")] if dims else search.DIMS
+        names = kernels.split(",") if kernels else search.KERNELS
+        for flag, given, known in (("kernels", names, search.KERNELS), ("dtypes", dtypes.split(","), search.DTYPES)):
+            if set(given) - set(known):
+                raise ValueError(f"--{flag} must be among {', '.join(known)}, got {','.join(given)!r}")
+        if not torch.cuda.is_available():
+            raise ValueError("tune needs an NVIDIA GPU, none is here")
+        found = {}
+        for job, trials in search.search(search.jobs(wanted, dtypes.split(","), names), workers, typer.echo):
+            found[job] = trials[0]
+            typer.echo(f"  {trials[0].tile}: {job.tflop / trials[0].ms * 1e3:.0f} TFLOP/s")
+        search.write(search.rows(found), out)
+    typer.echo(f"wrote {out}; the tables that come with sartor are src/sartor/tuning/data/sm<arch>.jsonl")
+
+
+@app.command()
+def verify(
+    device: DeviceFlag = "",
+    out: Annotated[Path | None, typer.Option(help="benchmarks/results by default")] = None,
+    only: Annotated[bool, typer.Option("--fingerprints-only", help="print them, run no test, write nothing")] = False,
+) -> None:
+    """Run the GPU tests and the accuracy table here and write the evidence; at most 10 minutes."""
+    from sartor.lab.evidence import verify as verification
+
+    with friendly():
+        if only:
+            for name, found in sorted(verification.fingerprints(device_of(device), float("inf"), typer.echo).items()):
+                typer.echo(f"{found.fingerprint} {name}: {found.plan}")
+            return
+        results = results_folder()
+        evidence = verification.verify(results.parents[1], out or results, device_of(device), typer.echo)
+    words = ("passed", "failed", "skipped", "over_budget", "seconds")
+    typer.echo(", ".join(f"{w.replace('_', ' ')} {evidence[w]}" for w in words))
+    for name in evidence["failures"]:
+        typer.echo(f"  {name}")
+    raise typer.Exit(1 if evidence["failed"] or evidence["over_budget"] else 0)
+
+
+@app.command()
+def refresh(
+    show: Annotated[bool, typer.Option("--list", help="name the commands, run nothing")] = False,
+    limit: Annotated[float, typer.Option(help="seconds; what would not end in time is left out")] = 3600.0,
+    rounds: Annotated[int, typer.Option(help="of timing; by default each suite's own")] = 0,
+    device: Annotated[str, typer.Option(help="folder name; by default this GPU's")] = "",
+    only: Annotated[list[str] | None, typer.Option(help="as paper:fwd or verify; several in order")] = None,
+) -> None:
+    """Measure again what is older than its sources: evidence, suites, ladder. Exit code 1 if something is left."""
+    from sartor.lab.evidence import refresh as refreshing
+
+    with friendly():
+        from sartor.device import Device
+
+        here = device_of("")
+        if device and not show:
+            raise ValueError(f"--device goes with --list, got {device!r}: refresh measures on the GPU that is here")
+        if here.type == "cpu" and not device:
+            raise ValueError("refresh needs an NVIDIA GPU; with --list --device h200 it names what is to be run there")
+        if device == "cpu":
+            raise ValueError("--device must be a GPU's folder, got 'cpu': its records are made anew by bench --quick")
+        folder = results_folder() / (device or Device.of(here).key)
+        if device and not folder.is_dir():
+            raise ValueError(f"--device must be a folder of {folder.parent.name}, got {device!r}")
+        wanted = refreshing.stages(folder, rounds, lambda text: typer.echo(text, err=True))
+        wanted = refreshing.chosen(wanted, only) if only else wanted
+        if show:
+            for stage in wanted:
+                typer.echo(f"{stage.seconds:5.0f} s  {stage}")
+            return
+        whole = refreshing.run(wanted, limit, typer.echo)
+    raise typer.Exit(0 if whole else 1)

@@ -1,0 +1,1 @@
+"""Evidence: what passed on a GPU, and which records it covers."""

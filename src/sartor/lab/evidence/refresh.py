@@ -1,0 +1,217 @@
+"""refresh: what the records of a device lack today, and the commands that measure it again, as many as time allows."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sartor.device import ARCHITECTURES
+from sartor.lab.evidence.evidence import ELSEWHERE, Evidence, cases, of_today
+from sartor.lab.ladder import catalogue as ladder
+from sartor.lab.measure import ablation, fingerprint, fresh, profile
+from sartor.lab.measure import records as store
+from sartor.lab.measure.fingerprint import Found
+from sartor.lab.measure.records import Record
+from sartor.lab.workloads import suites
+from sartor.lab.workloads.workload import Workload
+
+UNKNOWN_S = 120.0  # what has no record yet may take so long
+START_S = 15.0  # of a process, until it has measured the ceilings
+MOST_PROCESSES = 10  # that compile ahead: each holds its workload's tensors on the GPU
+# Providers whose first call waits for a compiler. Not FlexAttention: in processes that each load Inductor, its
+# workloads take about as long side by side as one after the other
+COMPILED = ("sartor", ablation.FAMILY, "tf32", "rung")
+Present = Mapping[str, Found]  # fingerprints of today, by key
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Arguments of `sartor`, the file that they write, about how long they take, and what they run that is compiled."""
+
+    arguments: tuple[str, ...]
+    file: Path
+    seconds: float
+    work: tuple[tuple[Workload, tuple[str, ...]], ...] = ()
+
+    def __str__(self) -> str:
+        return f"sartor {' '.join(self.arguments)}"
+
+    @property
+    def name(self) -> str:
+        """`paper:fwd` for a mode of a suite, else the command."""
+        command, *rest = self.arguments
+        return f"{rest[1]}:{rest[3]}" if command == "bench" else command
+
+
+def stages(folder: Path, rounds: int = 0, tell: Callable[[str], None] = lambda text: None) -> list[Stage]:
+    """What is of other machine code than today's, or was never measured: evidence first, then what takes the least time
+    first. The fingerprints of today are computed for that, or found in the disk cache.
+
+    `folder` is a device's of `benchmarks/results`; `rounds` are of timing, 0 for each suite's own.
+    """
+    evidence, now = Evidence.load(folder), present(tell)
+    flags = ("--rounds", str(rounds)) if rounds else ()
+    found = [*_suites(folder, now, flags), *_rungs(folder, now, flags)]
+    return [*_verification(folder, evidence, now), *sorted(found, key=lambda stage: stage.seconds)]
+
+
+def present(tell: Callable[[str], None]) -> Present:
+    """The fingerprints of today, of everything that is verified. The first time takes a compiler many minutes."""
+    tell("fingerprints of today: what is not in the disk cache is compiled")
+    return fingerprint.every(cases(), ARCHITECTURES[90], tell=tell)
+
+
+def chosen(wanted: Iterable[Stage], names: Iterable[str]) -> list[Stage]:
+    """The stages called so, in the order of `names`: `verify`, `ladder`, `paper:fwd`, `paper` for all its modes.
+
+    Raises ValueError for a name of nothing that is wanted.
+    """
+    every, found = list(wanted), list[Stage]()
+    known = ", ".join(sorted(stage.name for stage in every)) or "nothing, as all is of today"
+    for name in names:
+        own = [stage for stage in every if name in (stage.name, stage.name.split(":")[0])]
+        if not own:
+            raise ValueError(f"--only must be one of {known}, got {name!r}")
+        found += (stage for stage in own if stage not in found)
+    return found
+
+
+def _verification(folder: Path, evidence: Evidence, now: Present) -> list[Stage]:
+    """The run of all GPU tests, where a fingerprint is not the one that passed them."""
+    if evidence.passed and all(evidence.passed.get(name) == found for name, found in now.items()):
+        return []
+    file = folder / "evidence.json"
+    seconds = json.loads(file.read_text(encoding="utf-8")).get("seconds", UNKNOWN_S) if file.is_file() else UNKNOWN_S
+    return [Stage(("verify",), file, seconds + START_S)]
+
+
+def _suites(folder: Path, now: Present, rounds: tuple[str, ...]) -> list[Stage]:
+    """A command for each mode of a suite of which a workload has no record, or one of other machine code."""
+    found = []
+    for name in set(suites.available()) - {*ELSEWHERE, "ladder"}:
+        file = folder / f"{name}.jsonl"
+        known = store.latest(store.read(file))
+        suite = suites.load(name)
+        for mode in dict.fromkeys(w.mode for w, _ in suite.cases):
+            rows = [r for r in known if r.mode == mode]
+            work = tuple((w, who) for w, who in suite.cases if w.mode == mode)
+            wanted = {(w, provider) for w, who in work for provider in who}
+            if wanted <= {(r.workload, r.provider) for r in rows} and all(of_today(r, now) for r in rows):
+                continue
+            command = ("bench", "--suite", name, "--modes", mode, *rounds, "--record")
+            share = len(wanted) / len(rows) if rows else 1.0
+            found.append(Stage(command, file, _seconds(rows) * max(share, 1.0), () if suite.fresh else work))
+    return found
+
+
+def _rungs(folder: Path, now: Present, rounds: tuple[str, ...]) -> list[Stage]:
+    """The ladder and its profile, where a rung has changed; no profile on a GPU whose counters nobody can read."""
+    sources = ladder.sources()
+
+    def stale(rows: list[Record]) -> bool:
+        plain = sources <= {(r.provider, r.fingerprint) for r in rows}
+        return not plain or not all(of_today(r, now) for r in rows)
+
+    steps, counters = folder / "ladder.jsonl", folder / f"{profile.SUITE}.jsonl"
+    found, climbed = list[Stage](), store.latest(store.read(steps))
+    if stale(climbed):
+        found.append(Stage(("ladder", *rounds, "--record"), steps, _seconds(climbed)))
+    if stale(profile.newest(store.read(counters))) and not (torch.cuda.is_available() and profile.missing()):
+        found.append(Stage(("profile", "--record"), counters, UNKNOWN_S))
+    return found
+
+
+def _seconds(rows: list[Record]) -> float:
+    """How long a run took, by the times at which its workloads began."""
+    times = sorted({datetime.fromisoformat(r.time.replace("Z", "+00:00")) for r in rows})
+    if len(times) < 2:
+        return UNKNOWN_S
+    return (times[-1] - times[0]).total_seconds() * len(times) / (len(times) - 1) + START_S
+
+
+def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
+    """Run the commands one after the other; whether all of them were run and succeeded.
+
+    What a suite calls is compiled ahead, by several processors. A command that would not end within the limit is left
+    out, one that takes three times as long as it should is stopped. The records that a command found are put back
+    where it fails: records of a part would stand for those of the whole.
+    """
+    deadline, whole = time.monotonic() + limit_s, True
+    with compilers(min(MOST_PROCESSES, os.cpu_count() or 1)) as pool:
+        for stage in wanted:
+            start = time.monotonic()
+            if stage.seconds > deadline - start:
+                tell(f"left out, {stage.seconds:.0f} s of {deadline - start:.0f}: {stage}")
+                whole = False
+                continue
+            with suppress(BrokenProcessPool):  # then the bench compiles, and tells what is wrong
+                compile_ahead(pool, stage.work, "cuda")
+            outcome = _kept(stage, min(deadline - time.monotonic(), 3 * stage.seconds))
+            tell(f"{outcome or 'done'} after {time.monotonic() - start:.0f} s: {stage}")
+            whole &= not outcome
+    return whole
+
+
+def compilers(processes: int) -> ProcessPoolExecutor:
+    """Processes that compile ahead. They start when they have something to do, and stay: a start takes seconds."""
+    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+
+
+def compile_ahead(pool: ProcessPoolExecutor, work: Iterable[tuple[Workload, tuple[str, ...]]], device: str) -> int:
+    """Make first calls, for what compilers leave on disk; how many. No caller waits for one then.
+
+    What fails here is told by the bench.
+    """
+    calls = [(name, w, device) for w, who in work for name in who if name.split(":")[0] in COMPILED]
+    return sum(pool.map(_call, *zip(*calls, strict=True))) if calls else 0
+
+
+def _call(name: str, w: Workload, device: str) -> int:
+    try:
+        fresh.first_call(name, w, torch.device(device))
+        return 1
+    except Exception:
+        return 0
+    finally:
+        torch.cuda.empty_cache()  # the memory is the bench's now
+
+
+def _kept(stage: Stage, limit_s: float) -> str:
+    """Run a command; nothing, or what went wrong, and then the records are what they were."""
+    files = (stage.file, stage.file.with_suffix(".csv")) if stage.arguments[0] != "verify" else ()
+    before = {file: file.read_bytes() for file in files if file.is_file()}
+    outcome = _outcome(stage, limit_s)
+    for file in files if outcome else ():
+        file.unlink(missing_ok=True)
+        if file in before:
+            file.write_bytes(before[file])
+    return outcome
+
+
+def _outcome(stage: Stage, limit_s: float) -> str:
+    """Nothing, or what went wrong. Who is stopped takes along whom it has started."""
+    command = [sys.executable, "-m", "sartor.cli", *stage.arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        try:
+            said, _ = process.communicate(timeout=max(limit_s, 1.0))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "stopped"
+    last = " ".join(said.strip().splitlines()[-1:])
+    return f"failed (exit code {process.returncode} {last})" if process.returncode else ""

@@ -1,0 +1,1 @@
+"""Measuring: providers, the timer, errors, memory, records."""

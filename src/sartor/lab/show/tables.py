@@ -1,0 +1,277 @@
+"""Tables made of records: one builder per view."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import geometric_mean, median
+from typing import Any
+
+from sartor.lab.measure import check
+from sartor.lab.measure.records import Record
+from sartor.lab.show.table import LABELS, NONE, Pivot, Table, number
+
+Verified = Callable[[Record], bool]
+
+
+def speed(
+    records: list[Record], baseline: str, verified: Verified = lambda r: True, ours: str = "sartor"
+) -> Table:  # fmt: skip
+    """Milliseconds and TFLOP/s (decode: GB/s) of every provider, and how `ours` compares."""
+    pivot = Pivot.of(records)
+    decode = all(r.mode == "decode" for r in records)
+    table = _table(
+        pivot, "ms and GB/s" if decode else "ms and TFLOP/s", [*pivot.providers, f"vs {baseline}", "vs best"]
+    )
+    reasons: dict[str, None] = {}
+    ratios: list[float] = []
+    for i, cells in enumerate(pivot.rows):
+        row = pivot.axes(cells)
+        times = {name: r.ms for name, r in cells.items() if r.ms}
+        for name in pivot.providers:
+            record = cells.get(name)
+            if record is not None and times and record.ms == min(times.values()):
+                table.best.add((i, len(row)))
+            row.append(_cell(_speed, record, reasons, verified))
+        own, others = times.get(ours), [ms for name, ms in times.items() if not name.startswith("sartor")]
+        row.append(_ratio(times.get(baseline), own))
+        row.append(_ratio(min(others, default=None), own))
+        if own and others:
+            ratios.append(min(others) / own)
+        table.rows.append(row)
+    table.notes += _verdict(ratios, ours) + list(reasons)
+    return table
+
+
+def _verdict(ratios: list[float], ours: str) -> list[str]:
+    """How often we are ahead; the worst row is named as loudly as the best."""
+    if not ratios:
+        return []
+    wins, n = sum(r > 1 for r in ratios), len(ratios)
+    return [
+        f"vs: how many times as fast {ours} is. Against the best other of each row: ahead on {wins} of {n}, "
+        f"geometric mean {geometric_mean(ratios):.2f}x, worst {min(ratios):.2f}x, best {max(ratios):.2f}x."
+    ]
+
+
+def _cell(told: Callable[[Record], str], r: Record | None, reasons: dict[str, None], verified: Verified) -> str:
+    """What is told of a record; where that is nothing, why nothing was measured."""
+    if r is None:
+        return NONE
+    text = told(r)
+    if not text:
+        return skipped(r, reasons)
+    return text if verified(r) else f"{text} unverified"
+
+
+def _speed(r: Record) -> str:
+    return "" if r.ms is None else f"{number(r.ms)} / {number(r.gbps if r.mode == 'decode' else r.tflops)}"
+
+
+def _calls(r: Record) -> str:
+    return "" if r.disk_call_s is None else f"{number(r.first_call_s)} / {number(r.disk_call_s)}"
+
+
+def _peak(r: Record) -> str:
+    return "" if r.peak_mem_mib is None else number(r.peak_mem_mib)
+
+
+def skipped(r: Record, reasons: dict[str, None]) -> str:
+    """OOM as OOM; everything else as a dash with its reason in the notes."""
+    if r.skipped == "out of memory":
+        return "OOM"
+    if r.skipped:  # first calls have no `ms` and nothing to excuse
+        reasons[f"{r.provider}: {r.skipped}"] = None
+    return NONE
+
+
+def memory(records: list[Record]) -> Table:
+    """Peak extra MiB of every provider."""
+    pivot = Pivot.of(records)
+    table = _table(pivot, "peak extra memory in MiB, output included", pivot.providers)
+    reasons: dict[str, None] = {}
+    for cells in pivot.rows:
+        found = [cells.get(name) for name in pivot.providers]
+        table.rows.append(pivot.axes(cells) + [_cell(_peak, r, reasons, lambda r: True) for r in found])
+    table.notes += list(reasons)
+    return table
+
+
+def accuracy(records: list[Record]) -> Table:
+    """Relative and largest error against float64, and the share of the budget that is used."""
+    pivot = Pivot.of([r for r in records if r.err_rel is not None])
+    table = _table(pivot, "relative error, and largest error / its budget, against float64", pivot.providers)
+    for i, cells in enumerate(pivot.rows):
+        row = pivot.axes(cells)
+        errors = {name: r.err_rel for name, r in cells.items() if r.err_rel is not None}
+        for name in pivot.providers:
+            r = cells.get(name)
+            if r is None or r.err_rel is None or r.err_max is None:
+                row.append(NONE)
+                continue
+            if r.err_rel == min(errors.values()):
+                table.best.add((i, len(row)))
+            used = f" / {r.err_max / r.err_budget:.2f}" if r.err_budget else ""
+            row.append(f"{r.err_rel:.1e}{used}")
+        table.rows.append(row)
+    return table
+
+
+def errors(records: list[Record], baseline: str) -> Table:
+    """Result by result, the relative error of Sartor and its shares of the baseline's: of its norm, of its largest."""
+    merged: dict[Any, Record] = {}
+    for r in records:
+        if r.errors is not None:
+            problem = replace(r.workload, mode="fwd_bwd")
+            whole = merged.setdefault((problem, r.provider), replace(r, mode="fwd_bwd", errors={}))
+            whole.errors = (whole.errors or {}) | r.errors
+    pivot = Pivot.of(list(merged.values()))
+    names = list(dict.fromkeys(key.split()[0] for r in merged.values() for key in r.errors or {}))
+    table = _table(pivot, f"relative error of sartor, and its norm / its largest as shares of {baseline}'s", names)
+    for cells in pivot.rows:
+        ours, theirs = (cells[name].errors or {} if name in cells else {} for name in ("sartor", baseline))
+        table.rows.append(pivot.axes(cells) + [_error_cell(ours, theirs, name) for name in names])
+    return table
+
+
+def _error_cell(ours: dict[str, float], theirs: dict[str, float], name: str) -> str:
+    keys = f"{name} rel", f"{name} max"
+    if not all(key in ours for key in keys):
+        return NONE
+    shares = [f"{ours[key] / theirs[key]:.2f}" if theirs.get(key) else NONE for key in keys]
+    return f"{ours[keys[0]]:.1e} ({' / '.join(shares)})"
+
+
+def host(records: list[Record]) -> Table:
+    """Microseconds of host time per call."""
+    pivot = Pivot.of(records)
+    table = _table(pivot, "host time per call in microseconds", pivot.providers)
+    for cells in pivot.rows:
+        times = [cells[name].host_us if name in cells else None for name in pivot.providers]
+        table.rows.append(pivot.axes(cells) + [NONE if t is None else f"{t:.1f}" for t in times])
+    return table
+
+
+def first(records: list[Record], verified: Verified = lambda r: True) -> Table:
+    """Seconds of every provider's first call: of a process that finds nothing on disk, and of the next one."""
+    pivot = Pivot.of(records)
+    table = _table(pivot, "first call in seconds, cold / from disk", pivot.providers)
+    reasons: dict[str, None] = {}
+    for cells in pivot.rows:
+        found = [cells.get(name) for name in pivot.providers]
+        calls = [_cell(_calls, r, reasons, verified) for r in found]
+        table.rows.append(pivot.axes(cells) + calls)
+    took = [r.import_s for r in records if r.import_s is not None]
+    if took:
+        table.notes.append(f"import sartor, beyond torch: {number(median(took))} s, at most {number(max(took))} s.")
+    table.notes += list(reasons)
+    return table
+
+
+def visited(records: list[Record], baseline: str) -> Table:
+    """What masks cost beside the pairs they show: the rate over the tiles that are visited, as a share of causal's."""
+    pivot = Pivot.of([r for r in records if (r.plan or "").startswith("hopper") or r.provider == baseline])
+    headers = ["visible", "in visited tiles", "ms", "TFLOP/s there", "of causal's", f"vs {baseline}"]
+    table = _table(pivot, "rate of sartor over the tiles that a mask makes it visit", headers)
+    rows = [(cells["sartor"], cells.get(baseline), pivot.axes(cells)) for cells in pivot.rows if "sartor" in cells]
+    rates = {(r.seqlen_q, r.mask): _visited(r) * (r.tflops or 0.0) / r.workload.pairs for r, _, _ in rows}
+    for r, other, axes in rows:
+        rate, causal = rates[r.seqlen_q, r.mask], rates.get((r.seqlen_q, "causal"))
+        everything = r.seqlen_q * r.seqlen_kv
+        table.rows.append([
+            *axes, f"{100 * r.workload.pairs / everything:.1f} %", f"{100 * _visited(r) / everything:.1f} %",
+            number(r.ms), number(rate), f"{100 * rate / causal:.0f} %" if causal else NONE,
+            _ratio(other.ms if other else None, r.ms),
+        ])  # fmt: skip
+    return table
+
+
+def _visited(r: Record) -> float:
+    """Pairs in the tiles that a record's kernel visits, by the tile that its plan names."""
+    found = re.search(r"\[(\d+)x(\d+)", r.plan or "")
+    assert found, r.plan
+    return r.workload.visited(int(found[1]), int(found[2]))
+
+
+def changes(records: list[Record], words: Mapping[str, str]) -> Table:
+    """Time with one choice of a kernel changed, over its time as it is; `words` says what is changed, by provider."""
+    pivot = Pivot.of([r for r in records if r.ms])
+    names = [name for name in pivot.providers if name in words]
+    table = _table(pivot, "time with a choice changed / time of sartor", [name.partition(":")[2] for name in names])
+    for cells in pivot.rows:
+        base = cells["sartor"].ms if "sartor" in cells else None
+        times = [cells[name].ms if name in cells else None for name in names]
+        table.rows.append(pivot.axes(cells) + [NONE if not (t and base) else f"{t / base:.2f}" for t in times])
+    table.notes += ["; ".join(f"{name.partition(':')[2]}: {words[name]}" for name in names) + "."]
+    return table
+
+
+def head_dims(records: list[Record], baseline: str, verified: Verified = lambda r: True) -> Table:
+    """What an exact fit to the head dim saves: against padding to a power of two, and against the neighbours' line."""
+    pivot = Pivot.of(records)
+    rivals = [baseline, *(name for name in pivot.providers if name != baseline and not name.startswith("sartor"))]
+    table = Table(
+        f"Head dims ({pivot.constant})",
+        ["D", "sartor ms / TFLOP/s", f"{baseline} ms / TFLOP/s", *(f"vs {name}" for name in rivals), "padded to",
+         "FLOPs saved", "bytes saved", "smem saved", "time / padded", "time / line", "max diff", "cosine"], [],
+    )  # fmt: skip
+    reasons: dict[str, None] = {}
+    ours = {cells["sartor"].dim: cells["sartor"] for cells in pivot.rows if "sartor" in cells}
+    for cells in pivot.rows:
+        if "sartor" not in cells:
+            continue
+        r = cells["sartor"]
+        table.rows.append([
+            str(r.dim), _cell(_speed, r, reasons, verified), _cell(_speed, cells.get(baseline), reasons, verified),
+            *(_ratio(cells[name].ms if name in cells else None, r.ms) for name in rivals), *_savings(r, ours),
+            NONE if r.err_max is None else f"{r.err_max:.1e}", NONE if r.cos_sim is None else f"{r.cos_sim:.7f}",
+        ])  # fmt: skip
+    table.notes = [
+        "Saved: against the same call padded to the next power of two; of shared memory (smem), against the same tile. "
+        "Time / line: against the straight line between "
+        "the neighbouring powers of two; 1.00 means that a head dim costs exactly its share.",
+        *reasons,
+    ]
+    return table
+
+
+def _savings(r: Record, ours: dict[int, Record]) -> list[str]:
+    low, high = 1 << (r.dim.bit_length() - 1), 1 << (r.dim - 1).bit_length()
+    if high == r.dim:
+        return [str(high), NONE, NONE, NONE, NONE, NONE]
+    share = 1 - r.dim / high
+    padded, below = ours.get(high), ours.get(low)
+    smem = 1 - r.smem_bytes / r.smem_padded_bytes if r.smem_bytes and r.smem_padded_bytes else None
+    ratio = r.ms / padded.ms if padded and padded.ms and r.ms else None
+    line = None
+    if padded and below and padded.ms and below.ms and r.ms:
+        line = r.ms / (below.ms + (padded.ms - below.ms) * (r.dim - low) / (high - low))
+    percents = [f"{100 * share:.0f} %"] * 2 + [NONE if smem is None else f"{100 * smem:.0f} %"]
+    return [str(high), *percents, *(NONE if x is None else f"{x:.2f}" for x in (ratio, line))]
+
+
+def _ratio(other: float | None, ours: float | None) -> str:
+    return f"{other / ours:.2f}x" if other and ours else NONE
+
+
+def _table(pivot: Pivot, what: str, columns: list[str]) -> Table:
+    headers = [LABELS.get(axis, axis) for axis in pivot.varying] + columns
+    return Table(f"{what} ({pivot.constant})" if pivot.constant else what, headers, [])
+
+
+def checks(rows: list[check.Row]) -> Table:
+    """Problem, kernel, errors, budget."""
+    made = Table(
+        "errors against float64; the budget is twice, for gradients three times, the error of eager torch in the same"
+        " precision, and one rounding",
+        ["problem", "kernel", "relative", "largest", "budget", "cosine", ""], [],
+    )  # fmt: skip
+    for r in rows:
+        v = r.verdict
+        cells = [NONE] * 4 if v is None else [
+            f"{v.err_rel:.1e}", f"{v.err_max:.1e}", f"{v.err_budget:.1e}", f"{v.cos_sim:.7f}"
+        ]  # fmt: skip
+        state = r.skipped or ("ok" if v is None or v.ok else v.over)
+        made.rows.append([str(r.w), r.plan.split("[")[0].split(" ")[0], *cells, state])
+    return made

@@ -1,0 +1,104 @@
+"""What the bench shows: the progress of a run, its tables, its plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sartor.lab.measure.bench import Session
+from sartor.lab.measure.records import CEILINGS, Record, Store
+from sartor.lab.show import climb, plots, tables
+from sartor.lab.workloads.suites import Suite
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLOTS: dict[str, Callable[..., list[Path]]] = {
+    "latency": plots.latency, "memory": plots.memory, "rates": plots.rates, "errors": plots.errors,
+    "head_dims": plots.head_dims, "grid": plots.grid, "climb": climb.plot,
+}  # fmt: skip
+CONVENTION = (
+    "TFLOP/s counts useful work: forward 2 * B * H * visible pairs * (D + D v), half of all pairs when square and "
+    "causal; backward 2.5 times that. Medians; compare within a run only."
+)
+
+
+def console() -> Console:
+    """The terminal; a log is given 140 columns, so that a table's row stays one line."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=140)
+
+
+@contextmanager
+def progress(console: Console, steps: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A bar with the time left, and two functions: say what is being done, and count one step."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns: list[Any] = [BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn(),
+                          TextColumn("{task.description}")]  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=steps)
+        yield (lambda text: bar.update(task, description=text)), (lambda: bar.advance(task))
+
+
+def run(
+    console: Console, suite: Suite, session: Session, out: Path, plot: bool, record: bool
+) -> tuple[list[Record], list[Path]]:
+    """Measure a suite with progress; its records, and the files written: records, CSV, plots."""
+    store, found = Store(out, session.run), list[Record]()
+    with progress(console, len(suite.cases) + (not suite.fresh)) as (tell, step):
+        for rows in session.measure(suite, tell):
+            store.add(rows)
+            found += rows
+            step()
+    store.close(replace=record)
+    files = [store.path, store.path.with_suffix(".csv")]
+    return found, files + (draw(found, suite, store.path.parent) if plot else [])
+
+
+def show(console: Console, records: list[Record], suite: Suite, session: Session) -> None:
+    """The tables of a run, one for each mode; memory where the suite is about it; host time where it was measured.
+    First calls have one table."""
+    if suite.fresh:
+        console.print()
+        console.print(tables.first(records).rich())
+        return
+    for mode in dict.fromkeys(r.mode for r in records if r.mode != CEILINGS):
+        found = [r for r in records if r.mode == mode]
+        console.print()
+        console.print(tables.speed(found, suite.baseline, ours=suite.ours).rich())
+        if "memory" in suite.plots:
+            console.print(tables.memory(found).rich())
+        if suite.name == "small" and any(r.host_us for r in found):
+            console.print(tables.host(found).rich())
+        if any(r.err_rel for r in found):
+            console.print(tables.accuracy(found).rich())
+    peaks = [f"{dtype} matrix product {x:.3g} TFLOP/s" for dtype, x in session.ceilings.tflops.items()]
+    console.print(f"ceilings here: {', '.join(peaks)}, copy {session.ceilings.gbps:.0f} GB/s", highlight=False)
+    console.print(CONVENTION, highlight=False)
+
+
+def draw(records: list[Record], suite: Suite, folder: Path) -> list[Path]:
+    """The suite's plots, where there is something to draw."""
+    measured = [r for r in records if r.mode == CEILINGS or r.ms is not None]
+    return drawn(measured, folder, suite.plots) if any(r.ms for r in measured) else []
+
+
+def drawn(records: list[Record], folder: Path, kinds: tuple[str, ...]) -> list[Path]:
+    """Draw plots by their kinds, as a suite names them; the files made."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    with mpl.rc_context(plots.STYLE):
+        return [path for kind in kinds for path in PLOTS[kind](records, folder)]

@@ -1,0 +1,1 @@
+"""What is measured: problems as data, and suites of them."""

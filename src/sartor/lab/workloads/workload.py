@@ -1,0 +1,263 @@
+"""Workload: what is measured, as data. Useful FLOPs, bytes, and the tensors it is run on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from sartor.problem import DTYPES, name_of
+
+MODES = ("fwd", "bwd", "fwd_bwd", "decode")
+SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim", "dim_v")
+FACTORS = {"fwd": 1.0, "decode": 1.0, "bwd": 2.5, "fwd_bwd": 3.5}  # matrix products: 2, 5, 7
+PARTS = re.compile(
+    r"full|causal|causal_top_left|window(?P<window>\d+)|document(?P<document>\d+)"
+    r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|alibi|bias|tensor"
+)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A workload's `mask` text, parsed: parts joined by "+", as in `causal+document8` or `causal+softcap30`."""
+
+    causal: str = ""  # "", "bottom_right" or "top_left"
+    window: int = 0  # keys a query sees, itself the last of them
+    document: int = 0  # documents in the sequence, of unequal lengths
+    prefix: int = 0  # keys that every query sees, and no others
+    softcap: float = 0.0
+    alibi: bool = False
+    bias: bool = False
+    tensor: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Pattern:
+        """The pattern of `text`; ValueError names the part that is unknown."""
+        found: dict[str, Any] = {}
+        for part in text.split("+"):
+            match = PARTS.fullmatch(part)
+            if match is None:
+                known = "full, causal, causal_top_left, windowN, documentN, prefixN, softcapN, alibi, bias, tensor"
+                raise ValueError(f"mask part must be one of {known}, got {part!r}")
+            numbers = {k: int(v) for k, v in match.groupdict().items() if v is not None}
+            if 0 in numbers.values():
+                raise ValueError(f"mask part must have a positive number, as in window1024, got {part!r}")
+            found |= numbers
+            if part.startswith("causal"):
+                found["causal"] = "top_left" if part.endswith("left") else "bottom_right"
+            if part in ("alibi", "bias", "tensor"):
+                found[part] = True
+        return cls(**found)
+
+    @property
+    def mask(self) -> Pattern:
+        """What of it says who sees whom."""
+        return replace(self, softcap=0.0, alibi=False, bias=False)
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but, at most, causality."""
+        return replace(self, causal="") == Pattern()
+
+
+def document_ids(documents: int, seqlen: int) -> np.ndarray:
+    """Document of every position: lengths 1 : 2 : 3 : 1 : 2 : 3 ... of the sequence, so that they are unequal."""
+    weights = np.arange(documents) % 3 + 1
+    ends = (np.cumsum(weights) * seqlen) // weights.sum()
+    return np.searchsorted(ends, np.arange(seqlen), side="right").astype(np.int32)
+
+
+def key_span(p: Pattern, sq: int, skv: int) -> tuple[np.ndarray, np.ndarray]:
+    """Interval of keys [lo, hi) that each query sees: all our patterns are intervals per query."""
+    q = np.arange(sq, dtype=np.int64)
+    lo, hi = np.zeros(sq, np.int64), np.full(sq, skv, np.int64)
+    diagonal = q + (0 if p.causal == "top_left" else skv - sq)
+    if p.causal or p.window:
+        hi = np.minimum(hi, diagonal + 1)
+    if p.window:
+        lo = np.maximum(lo, diagonal + 1 - p.window)
+    if p.prefix:
+        hi = np.minimum(hi, p.prefix)
+    if p.document:
+        keys, queries = document_ids(p.document, skv), document_ids(p.document, sq)
+        lo = np.maximum(lo, np.searchsorted(keys, queries, side="left"))
+        hi = np.minimum(hi, np.searchsorted(keys, queries, side="right"))
+    return lo, np.maximum(lo, hi)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One problem and what is asked of it. Text fields are spelled as records spell them."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_kv: int
+    dim: int
+    dim_v: int
+    dtype: str = "bfloat16"
+    mask: str = "full"
+    mode: str = "fwd"
+    data: str = "normal"  # what the inputs hold: a key of `testing.DATA`
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if getattr(torch, self.dtype, None) not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(name_of, DTYPES))}, got {self.dtype!r}")
+        for size in SIZES:
+            if getattr(self, size) < 1:
+                raise ValueError(f"{size} must be a positive number, got {getattr(self, size)}")
+        if self.heads_q % self.heads_kv:
+            raise ValueError(f"heads_q must be a multiple of heads_kv, got {self.heads_q} and {self.heads_kv}")
+        if self.pattern.document and self.seqlen_q != self.seqlen_kv:
+            lengths = f"{self.seqlen_q} and {self.seqlen_kv}"
+            raise ValueError(f"mask documentN needs as many queries as keys, got {lengths} with {self.mask!r}")
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """The parsed mask."""
+        return Pattern.parse(self.mask)
+
+    @cached_property
+    def pairs(self) -> float:
+        """Query-key pairs of one head that count as useful; square causal counts as exactly half, as is customary."""
+        p, sq, skv = self.pattern, self.seqlen_q, self.seqlen_kv
+        if p.causal and sq == skv and replace(p.mask, causal="", tensor=False) == Pattern():
+            return sq * skv / 2
+        lo, hi = key_span(p, sq, skv)
+        return float((hi - lo).sum())
+
+    def visited(self, rows: int, keys: int) -> float:
+        """Query-key pairs of one head in the tiles of so many rows and keys that hold a visible pair."""
+        lo, hi = key_span(self.pattern, self.seqlen_q, self.seqlen_kv)
+        starts = np.arange(0, self.seqlen_q, rows)
+        first = np.minimum.reduceat(np.where(lo < hi, lo, self.seqlen_kv), starts)
+        last = np.maximum.reduceat(np.where(lo < hi, hi, 0), starts)
+        return float(np.maximum(-(-last // keys) - first // keys, 0).sum()) * rows * keys
+
+    @property
+    def flops(self) -> float:
+        """Useful FLOPs: 2 * batch * heads * pairs * (dim + dim_v) forward, 2.5 times that backward."""
+        return 2.0 * self.batch * self.heads_q * self.pairs * (self.dim + self.dim_v) * FACTORS[self.mode]
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that must move at least once: inputs and outputs of the mode, LSE included."""
+        size = self.torch_dtype.itemsize
+        q = self.batch * self.heads_q * self.seqlen_q
+        kv = self.batch * self.heads_kv * self.seqlen_kv
+        forward = size * (q + kv) * (self.dim + self.dim_v) + 4 * q
+        backward = size * (2 * (q + kv) * (self.dim + self.dim_v) + q * self.dim_v) + 8 * q
+        return {"bwd": backward, "fwd_bwd": forward + backward}.get(self.mode, forward)
+
+    @property
+    def score_bytes(self) -> int:
+        """Size of one materialised score matrix in the input's dtype."""
+        return self.torch_dtype.itemsize * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def __str__(self) -> str:
+        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
+        n = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"{self.seqlen_q}/{self.seqlen_kv}"
+        d = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}/{self.dim_v}"
+        data = "" if self.data == "normal" else f" {self.data}"
+        return f"{self.mode} {self.dtype} B{self.batch} H{heads} N{n} D{d} {self.mask}{data}"
+
+
+@dataclass
+class Inputs:
+    """A workload's tensors, all (batch, heads, seqlen, dim) and contiguous, and the extras its mask needs."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    ids: torch.Tensor | None = None  # (1, skv) int32
+    slopes: torch.Tensor | None = None  # (hq,) float32, ALiBi's
+    bias: torch.Tensor | None = None  # (1, hq, sq, skv)
+    keep: torch.Tensor | None = None  # (1, 1, sq, skv) bool
+    cache: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def without_data(cls, w: Workload) -> Inputs:
+        """Tensors on `meta`, of which any size will do."""
+
+        def empty(*shape: int, dtype: torch.dtype = w.torch_dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        q = empty(w.batch, w.heads_q, w.seqlen_q, w.dim)
+        k, v = (empty(w.batch, w.heads_kv, w.seqlen_kv, d) for d in (w.dim, w.dim_v))
+        self, p = cls(q, k, v, empty(w.batch, w.heads_q, w.seqlen_q, w.dim_v)), w.pattern
+        if p.document:
+            self.ids = empty(1, w.seqlen_kv, dtype=torch.int32)
+        if p.alibi:
+            self.slopes = empty(w.heads_q, dtype=torch.float32)
+        if p.bias:
+            self.bias = empty(1, w.heads_q, w.seqlen_q, w.seqlen_kv)
+        if p.tensor:
+            self.keep = empty(1, 1, w.seqlen_q, w.seqlen_kv, dtype=torch.bool)
+        return self
+
+    @classmethod
+    def make(cls, w: Workload, device: torch.device, seed: int = 0) -> Inputs:
+        """Standard normal inputs from a fixed seed, made into what `w.data` says."""
+        from sartor.testing import DATA, make_inputs
+
+        grad = w.mode in ("bwd", "fwd_bwd")
+        q, k, v = make_inputs(
+            w.batch, w.heads_q, w.heads_kv, w.seqlen_q, w.seqlen_kv, w.dim, w.dim_v, w.torch_dtype,
+            device, layout="bhsd", seed=seed, requires_grad=grad,
+        )  # fmt: skip
+        if w.data != "normal":
+            with torch.no_grad():
+                q, k, v = (t.requires_grad_(grad) for t in DATA[w.data](q, k, v))
+        g = torch.Generator(device).manual_seed(seed + 1)
+        shape = (w.batch, w.heads_q, w.seqlen_q, w.dim_v)
+        dout = torch.randn(shape, generator=g, device=device, dtype=w.torch_dtype)
+        self, p = cls(q, k, v, dout), w.pattern
+        if p.document:
+            self.ids = torch.from_numpy(document_ids(p.document, w.seqlen_kv))[None].to(device)
+        if p.alibi:  # Press et al. 2022: a geometric sequence down to 2^-8
+            heads = torch.arange(1, w.heads_q + 1, device=device, dtype=torch.float32)
+            self.slopes = torch.exp2(-8 * heads / w.heads_q)
+        if p.bias:
+            full = (1, w.heads_q, w.seqlen_q, w.seqlen_kv)
+            self.bias = torch.randn(full, generator=g, device=device, dtype=w.torch_dtype)
+        if p.tensor:
+            self.keep = (
+                torch.rand(w.seqlen_q, w.seqlen_kv, generator=g, dtype=torch.float32, device=device)[None, None] < 0.9
+            )
+        return self
+
+    def visible(self, w: Workload) -> torch.Tensor | None:
+        """The whole mask as a bool tensor (1, 1, sq, skv), True = attend; None when everything is visible."""
+        if "visible" not in self.cache:
+            lo, hi = (torch.from_numpy(x).to(self.q.device) for x in key_span(w.pattern, w.seqlen_q, w.seqlen_kv))
+            key = torch.arange(w.seqlen_kv, device=self.q.device)
+            inside = ((key >= lo[:, None]) & (key < hi[:, None]))[None, None]
+            self.cache["visible"] = inside if self.keep is None else inside & self.keep
+        if w.pattern.mask == Pattern():
+            return None
+        return self.cache["visible"]
+
+    def added(self, w: Workload) -> torch.Tensor | None:
+        """What is added to the scores, (1, hq, sq, skv) in the inputs' dtype, for who takes nothing smaller."""
+        if self.slopes is None:
+            return self.bias
+        if "added" not in self.cache:
+            q, kv = (torch.arange(n, device=self.q.device) for n in (w.seqlen_q, w.seqlen_kv))
+            distance = (q[:, None] + (w.seqlen_kv - w.seqlen_q) - kv).abs()
+            alibi = -(self.slopes.view(1, -1, 1, 1) * distance).to(self.q.dtype)
+            self.cache["added"] = alibi if self.bias is None else alibi + self.bias
+        return self.cache["added"]

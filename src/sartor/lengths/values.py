@@ -1,0 +1,151 @@
+"""Values of cu_seqlens and of cache lengths, which are data: when they are looked at, and how a wrong one is told.
+
+On a CPU every call looks at them. Elsewhere looking waits for the device. So a tensor is looked at when it is first
+seen, and no more when it is changed in place, as a decode loop does: the kernels clamp what they read, and tell what is
+wrong by writing to pinned memory of the host, at no cost for the call. A later call, or `check`, raises the error.
+`SARTOR_CHECKS=0` in the environment spares GPUs both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+CHECKS = os.environ.get("SARTOR_CHECKS", "1") != "0"
+ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_k", "lengths", "cache_seqlens")  # that kernels tell of
+MOST_PLACES = 4096  # of one storage that are remembered
+
+
+def check_ends(name: str, ends: Sequence[int], length: int) -> None:
+    """Raise ValueError unless they are the ends of sequences one after another, of `length` tokens in all or fewer."""
+    if ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
+        raise ValueError(f"{name} must begin with 0 and never fall, got {list(ends[:20])}")
+    if ends[-1] > length:
+        raise ValueError(f"{name} must end at the number of tokens, {length}, or before, got {ends[-1]}")
+
+
+def check_filled(name: str, lengths: Sequence[int], capacity: int, added: int) -> None:
+    """Raise ValueError unless they are between 0 and the places there are, with room for those that are added."""
+    for n in lengths:
+        if added and not 0 <= n <= capacity - added:
+            raise ValueError(f"{name} must leave room for {added} more of {capacity} places, got {n}")
+        if not 0 <= n <= capacity:
+            raise ValueError(f"{name} must be between 0 and the {capacity} places there are, got {n}")
+
+
+def look(name: str, t: torch.Tensor, check: Callable[..., None], *rest: int) -> None:
+    """check(name, values of t, *rest) for t of one dim, where it is on a CPU or not yet seen; if wrong it stays so."""
+    if t.device.type == "cpu":
+        check(name, t.tolist(), *rest)
+    elif CHECKS and not _seen(t) and not capturing(t.device):
+        check(name, t.tolist(), *rest)
+        _remember(t)
+
+
+_SEEN: dict[int, tuple[Any, set[tuple[int, ...]]]] = {}  # by the address of a storage's object, with what says it lives
+
+
+def _place(t: torch.Tensor) -> tuple[int, ...]:
+    return t.data_ptr(), t.shape[0], t.stride(0)
+
+
+def _seen(t: torch.Tensor) -> bool:
+    storage = t.untyped_storage()
+    found = _SEEN.get(id(storage))
+    return found is not None and found[0]() is storage and _place(t) in found[1]
+
+
+def _remember(t: torch.Tensor) -> None:
+    storage = t.untyped_storage()
+    key = id(storage)
+    found = _SEEN.get(key)
+    if found is None or found[0]() is not storage or len(found[1]) >= MOST_PLACES:
+        found = _SEEN[key] = weakref.ref(storage, lambda _: _SEEN.pop(key, None)), set()
+    found[1].add(_place(t))
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may wait."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Flag:
+    """Pinned memory of the host that one device's kernels write to.
+
+    Its first word says whether anything was wrong. Each argument has a word for each of what may be: a wrong value in
+    the upper 32 bits, clipped to them, and below what its message has beside it; never 0, which is nothing wrong.
+    """
+
+    def __init__(self, device: torch.device, pinned: bool = True) -> None:
+        self.device = device
+        size = 1 + len(ARGUMENTS) * 5
+        self.words = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self.address = self.words.data_ptr()
+        self.first = ctypes.c_int64.from_address(self.address)  # which reads in a fraction of a tensor's time
+
+    def errors(self) -> list[str]:
+        """What is wrong, and from now on nothing."""
+        words = self.words.tolist()
+        self.words.zero_()
+        return [_text(i - 1, word) for i, word in enumerate(words) if i and word]
+
+
+def _text(i: int, word: int) -> str:
+    name, rule = ARGUMENTS[i // 5], i % 5
+    value, beside = word >> 32, (word + 2**31) % 2**32 - 2**31
+    return (
+        f"{name} must begin with 0 and never fall, got {value} first",
+        f"{name} must begin with 0 and never fall, got {value} after {beside}",
+        f"{name} must end at the number of tokens, {beside}, or before, got {value}",
+        f"{name} must be between 0 and the {beside} places there are, got {value}",
+        f"{name} must leave room for the new keys: be between 0 and {beside}, got {value}",
+    )[rule]
+
+
+WORDS = {name: 1 + 5 * i for i, name in enumerate(ARGUMENTS)}  # where an argument's begin
+
+
+_FLAGS: dict[int, Flag] = {}  # by the number of the device
+
+
+def flag(device: torch.device) -> int:
+    """The address of the device's flag, for its kernels. Raises ValueError where it is set.
+
+    0, for none, where a graph is captured before any call outside of one: its memory cannot be allocated then.
+    """
+    index = device.index
+    found = _FLAGS.get(index)
+    if found is None:
+        if capturing(device):
+            return 0
+        found = _FLAGS[index] = Flag(device)
+    if CHECKS and found.first.value and not capturing(device):
+        _raise(found)
+    return found.address
+
+
+def _raise(found: Flag) -> None:
+    if found.device.type == "cuda":  # the word that says which may come after the one that says that there is one
+        torch.cuda.synchronize(found.device)
+    wrong = found.errors()
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)} (in an earlier call, whose kernels took the nearest value within bounds)")
+
+
+def check() -> None:
+    """Wait for the GPUs, and raise ValueError if a call found wrong values in `cu_seqlens` or cache lengths.
+
+    Values are looked at when a tensor is first seen, and those on a CPU by every call. What was changed in place since
+    then, on a GPU or by a CUDA graph that is replayed, is clamped, so that nothing is read or written out of bounds;
+    the error is raised by this function, or by a later call on packed sequences or a cache outside of a graph.
+
+    Not to be called while a CUDA graph is captured. Returns None if nothing was wrong since the last time.
+    """
+    for found in list(_FLAGS.values()):
+        _raise(found)

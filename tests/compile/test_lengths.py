@@ -1,0 +1,46 @@
+"""The kernels that make tables of lengths compile for every architecture, once for all lengths."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sartor.lengths import kernels
+from sartor.lengths.launches import BLOCK
+
+if knobs.runtime.interpret:
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+DATA = dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
+KERNELS = {
+    "intervals": (
+        kernels.intervals_kernel, {"q_ptr": "*i32", "kv_ptr": "*i64", "rows_ptr": "*i32", "cols_ptr": "*i32"}
+    ),
+    "places": (kernels.places_kernel, {"q_ptr": "*i64", "kv_ptr": "*u8", "places_ptr": "*i32"}),
+    "cached": (kernels.cached_kernel, {"lengths_ptr": "*i32", "table_ptr": "*i32"}),
+    "append": (kernels.append_kernel, DATA | {"lengths_ptr": "*i32", "UNIT": tl.int64}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles(name, arch):
+    kernel, given = KERNELS[name]
+    signature, constants = {}, {}
+    for i, p in enumerate(kernel.params):
+        if p.is_constexpr:
+            signature[p.name], constants[(i,)] = "constexpr", given.get(p.name, BLOCK)
+        else:
+            signature[p.name] = given.get(p.name) or p.annotation_type
+            assert p.do_not_specialize, f"{p.name} would be compiled anew for 1 and for multiples of 16"
+    assert all(signature.values()), signature
+    compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", arch, 32))
+    assert compiled.asm["cubin"]
+    assert ".local" not in compiled.asm["ptx"]

@@ -1,0 +1,73 @@
+"""Every file in examples/ and the code of how-to pages run on a CPU in seconds, and leave nothing behind."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sartor.integrations import torch as pytorchs
+
+# What torchrun starts is in tests/distributed
+FILES = sorted(f for f in (Path(__file__).parents[2] / "examples").glob("*.py") if f.stem != "long_context")
+MOST_LINES = 60
+STANDINS = ("flash_attn", "flash_attn_interface")  # which `install()` makes
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    """As in a process of its own, where no warning was given yet."""
+    monkeypatch.setattr(pytorchs._STATE, "said", set())
+
+
+def libraries(file):
+    """The top-level modules that it imports."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name.partition(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return sorted(found)
+
+
+def test_there_are_some():
+    assert FILES
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_example(file):
+    missing = [name for name in libraries(file) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    text = file.read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    assert ast.get_docstring(ast.parse(text))
+    function, dtype = F.scaled_dot_product_attention, torch.get_default_dtype()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runpy.run_path(str(file), run_name="__main__")
+    assert F.scaled_dot_product_attention is function
+    assert torch.get_default_dtype() is dtype
+
+
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "how-to").glob("*.md"))
+RUN = ("transformers", "pytorch", "diffusers", "flash-attn")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem in RUN], ids=lambda p: p.stem)
+def test_the_code_of_a_page_runs(page, tmp_path):
+    """Its blocks one after another, as a reader would type them."""
+    file = tmp_path / "page.py"
+    file.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)))
+    missing = [n for n in libraries(file) if n not in STANDINS and importlib.util.find_spec(n) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    runpy.run_path(str(file))

@@ -1,0 +1,481 @@
+"""transformers' models with `attn_implementation="sartor"` against themselves with "eager"."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from test_mods import assert_sound
+
+import sartor
+from sartor.problem import band
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed")
+theirs = pytest.importorskip("transformers.masking_utils")
+ours = pytest.importorskip("sartor.integrations.transformers")
+
+BATCH = 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    ours.register()
+    yield
+    for registry in (transformers.AttentionInterface, theirs.AttentionMaskInterface):
+        registry._global_mapping.pop("sartor")
+
+
+# ---- masks
+
+
+def pads(n):
+    """True = seen; a mask of each kind for n keys."""
+    at = torch.arange(n)
+    left, right = torch.stack([at >= 3, at >= 0]), torch.stack([at < n - 2, at < n - 1])
+    holes = left.clone()
+    holes[1, n // 2] = False
+    return {
+        "none": None,
+        "whole": torch.ones(BATCH, n, dtype=torch.bool),
+        "left": left,
+        "right": right,
+        "both": left & right,
+        "holes": holes,
+        "nothing": left & (at < 0),
+        "short": left[:, : n - 2],
+    }
+
+
+PLACES = {  # q_length, kv_length, q_offset, kv_offset
+    "square": (9, 9, 0, 0),
+    "decode": (1, 9, 8, 0),
+    "chunk": (3, 9, 6, 0),
+    "static": (3, 12, torch.tensor(4), 0),
+    "static_decode": (1, 12, torch.tensor(7), 0),
+    "sliding": (2, 6, 11, 7),
+    "static_sliding": (2, 6, torch.tensor([11]), 7),
+    "cross": (4, 9, 0, 0),
+}
+IDS = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, 2, 2, -1, -1], [0, 0, -1, -1, -1, -1, 0, 0, -1, -1, -1, -1, -1]])
+FUNCTIONS = {
+    "causal": lambda: theirs.causal_mask_function,
+    "full": lambda: theirs.bidirectional_mask_function,
+    "window": lambda: theirs.sliding_window_causal_mask_function(4),
+    "long_window": lambda: theirs.sliding_window_causal_mask_function(40),
+    "two_sided": lambda: theirs.sliding_window_bidirectional_mask_function(2),
+    "chunks": lambda: theirs.chunked_causal_mask_function(4, torch.tensor([3, 0])),
+    "blocks": lambda: theirs.or_masks(theirs.causal_mask_function, theirs.blockwise_overlay(IDS)),
+    "window_or_blocks": lambda: theirs.or_masks(
+        theirs.sliding_window_causal_mask_function(3), theirs.blockwise_overlay(IDS)
+    ),
+    "blocks_in_window": lambda: theirs.and_masks(
+        theirs.or_masks(theirs.causal_mask_function, theirs.blockwise_overlay(IDS)), theirs.sliding_window_overlay(3)
+    ),
+}
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1], [3, 4, 5, 6, 7, 8, 0, 0, 1]])
+
+
+def packed_function(inner):
+    ids = theirs.find_packed_sequence_indices(POSITIONS)
+    return theirs.packed_sequence_compatibility_function(inner, POSITIONS, ids)
+
+
+def dense(found, shape):
+    """The bool tensor that a LayerMask stands for."""
+    if found is None:
+        return torch.ones(shape, dtype=torch.bool)
+    if "mask" in found.arguments:
+        return found.arguments["mask"].materialize(*shape)
+    made = band(found.arguments["causal"], found.arguments["window"])
+    return torch.ones(shape, dtype=torch.bool) if made is None else made.materialize(*shape)
+
+
+def assert_as_sdpa(function, place, padding, known=True):
+    q, kv, q_offset, kv_offset = place
+    common = {
+        "batch_size": BATCH, "q_length": q, "kv_length": kv, "q_offset": q_offset, "kv_offset": kv_offset,
+        "mask_function": function, "attention_mask": padding, "device": torch.device("cpu"),
+    }  # fmt: skip
+    want = theirs.sdpa_mask(**common, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    found = ours.layer_mask(**common, allow_is_bidirectional_skip=True, dtype=torch.float32, config=None)
+    shape = (BATCH, 1, q, kv)
+    assert torch.equal(dense(found, shape), want.expand(shape))
+    made = None if found is None else found.arguments.get("mask")
+    if made is not None:
+        assert_sound(made, *shape)
+        assert (made.name == "tensor") is not known
+        assert known is False or max(t.numel() for t in made.tensors) <= BATCH * max(q, kv)
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_masks(name, place):
+    for padding in pads(PLACES[place][1] + PLACES[place][3]).values():
+        assert_as_sdpa(FUNCTIONS[name](), PLACES[place], padding)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "two_sided", "chunks", "full"])
+def test_packed_masks(name):
+    function = FUNCTIONS[name]()
+    if name == "chunks":
+        function = theirs.chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.int64))
+    assert_as_sdpa(packed_function(function), PLACES["square"], None)
+
+
+def test_masks_by_a_function_of_ones_own():
+    own = theirs.and_masks(theirs.causal_mask_function, lambda b, h, q, kv: (q + kv) % 3 != b)
+    for padding in pads(9).values():
+        assert_as_sdpa(own, PLACES["square"], padding, known=False)
+    never = theirs.and_masks(theirs.causal_mask_function, lambda b, h, q, kv: kv > 100)
+    assert_as_sdpa(never, PLACES["square"], None, known=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "padding", "arguments"),
+    [
+        ("causal", "square", "none", {"causal": True, "window": (None, 0)}),
+        ("causal", "chunk", "whole", {"causal": True, "window": (None, 0)}),
+        ("long_window", "square", "whole", {"causal": True, "window": (None, 0)}),
+        ("window", "decode", "none", {"causal": True, "window": (3, 0)}),
+        ("two_sided", "square", "whole", {"causal": False, "window": (2, 2)}),
+    ],
+)
+def test_what_attention_can_be_told_is_no_tensor(name, place, padding, arguments):
+    found = assert_as_sdpa(FUNCTIONS[name](), PLACES[place], pads(PLACES[place][1])[padding])
+    assert found.arguments == arguments
+
+
+def test_padding_at_the_ends_makes_intervals():
+    for padding in ("left", "right", "both"):
+        found = assert_as_sdpa(theirs.causal_mask_function, PLACES["square"], pads(9)[padding])
+        assert found.arguments["mask"].name == "intervals"
+
+
+def test_no_mask_is_none_where_that_was_asked_for():
+    assert assert_as_sdpa(theirs.bidirectional_mask_function, PLACES["cross"], pads(9)["whole"]) is None
+
+
+def test_a_layer_mask_stands_for_a_tensor():
+    found = ours.LayerMask((2, 1, 3, 4), {"causal": True, "window": None})
+    assert found.shape == (2, 1, 3, 4)
+    assert found.ndim == 4
+    assert found.contiguous() is found
+    assert found.to("cpu") is found
+    assert "causal" in str(found)
+    seen = assert_as_sdpa(theirs.causal_mask_function, PLACES["square"], pads(9)["holes"])
+    moved = seen.to("cpu")
+    assert torch.equal(dense(moved, (2, 1, 9, 9)), dense(seen, (2, 1, 9, 9)))
+
+
+# ---- models
+
+TEXT = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
+NO_GQA = {k: v for k, v in TEXT.items() if k != "num_key_value_heads"}
+GPT2 = {
+    "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
+LAYERS = ["sliding_attention", "full_attention"]
+T5 = {
+    "vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
+    "decoder_start_token_id": 0, "eos_token_id": None,
+}  # fmt: skip
+BART = {
+    "vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "forced_eos_token_id": None,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+LLAMA4 = {
+    **TEXT, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 5,
+    "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "attn_temperature_tuning": False,
+}  # fmt: skip
+DECODERS = {
+    "llama": ("Llama", TEXT),
+    "gpt2": ("GPT2", GPT2),
+    "gemma2": ("Gemma2", {**TEXT, "head_dim": 8, "sliding_window": 5}),
+    "gemma3": ("Gemma3", {**TEXT, "head_dim": 8, "sliding_window": 5, "layer_types": LAYERS}),
+    "gpt_oss": (
+        "GptOss", {**TEXT, "head_dim": 8, "sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "mistral": ("Mistral", {**TEXT, "sliding_window": 5}),
+    "llama4": ("Llama4", LLAMA4),
+}  # fmt: skip
+
+
+def decoder(name):
+    family, options = DECODERS[name]
+    config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    head = {"GPT2": "LMHeadModel"}.get(family, "ForCausalLM")
+    return build(getattr(transformers, f"{family}{head}"), config(**options))
+
+
+def build(kind, config):
+    torch.manual_seed(0)
+    model = kind._from_config(config, attn_implementation="eager").eval()
+    for p in model.parameters():  # sinks and biases begin as zeros, and attention nearly uniform
+        torch.nn.init.normal_(p, std=0.2)
+    return model
+
+
+def tokens(n=12, pad=4):
+    """Two sequences, the first of which has padding on the left."""
+    ids = torch.randint(3, 97, (BATCH, n), generator=torch.Generator().manual_seed(1))
+    seen = torch.ones_like(ids)
+    seen[0, :pad] = 0
+    return ids, seen
+
+
+def both(model, run):
+    """What `run` gives with eager and with sartor."""
+    found = []
+    for implementation in ("eager", "sartor"):
+        model.set_attn_implementation(implementation)
+        found.append(run())
+    return found
+
+
+def gradients(model, **inputs):
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(found, want):
+    """By torch's tolerance for the dtype, of the largest value: sums cancel."""
+    torch.testing.assert_close(found / want.abs().max(), want / want.abs().max())
+
+
+def assert_gradients(model, **inputs):
+    want, found = both(model, lambda: gradients(model, **inputs))
+    assert want.keys() == found.keys()
+    largest = max(g.abs().max() for g in want.values())
+    for name, g in want.items():  # of what is small beside the model's largest, as a key's bias, rounding is left
+        torch.testing.assert_close(found[name] / largest, g / largest)
+        if g.abs().max() > 1e-3 * largest:
+            assert_close(found[name], g)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(name):
+    model = decoder(name)
+    ids, seen = tokens()
+    for mask in (None, seen):
+        want, found = both(model, lambda mask=mask: model(input_ids=ids, attention_mask=mask).logits)
+        rows = torch.ones_like(seen).bool() if mask is None else seen.bool()
+        assert_close(found[rows], want[rows])
+    labels = torch.where(seen.bool(), ids, -100)
+    labels[0, 4] = -100  # its logits are of padding
+    assert_gradients(model, input_ids=ids, attention_mask=seen, labels=labels)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_tokens(name, cache):
+    model = decoder(name)
+    ids, seen = tokens()
+    options = {"attention_mask": seen, "max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_logits": True, "cache_implementation": None if cache == "dynamic" else cache}
+    want, found = both(model, lambda: model.generate(input_ids=ids, **options))
+    assert torch.equal(found.sequences, want.sequences)
+    assert_close(torch.stack(found.logits), torch.stack(want.logits))
+
+
+def test_a_prompt_in_parts():
+    model = decoder("mistral")
+    ids, seen = tokens()
+
+    def run():
+        cache = transformers.DynamicCache(config=model.config)
+        parts = [(ids[:, :7], seen[:, :7]), (ids[:, 7:], seen)]
+        return [model(input_ids=i, attention_mask=m, past_key_values=cache).logits for i, m in parts]
+
+    (_, want), (_, found) = both(model, run)
+    assert_close(found, want)
+
+
+def test_packed_positions_and_lengths():
+    """Sequences one after another give what each gives alone, by position_ids and by flash attention's arguments."""
+    model = decoder("mistral")
+    ids = tokens()[0][:1]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]])
+    ends = torch.tensor([0, 7, 12], dtype=torch.int32)
+    model.set_attn_implementation("eager")
+    want = torch.cat([model(input_ids=part).logits for part in ids.split([7, 5], 1)], 1)
+    model.set_attn_implementation("sartor")
+    assert_close(model(input_ids=ids, position_ids=positions, use_cache=False).logits, want)
+    flat = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 7, "max_length_k": 7}
+    assert_close(model(input_ids=ids, position_ids=positions, **flat).logits, want)
+    assert len(ours._PACKED) == 1
+    del flat, ends
+    assert len(ours._PACKED) == 0
+
+
+def test_encoders():
+    options = {k: v for k, v in NO_GQA.items() if k not in ("bos_token_id", "eos_token_id")}
+    model = build(transformers.BertModel, transformers.BertConfig(**options))
+    ids, seen = tokens()
+    for mask in (None, seen):
+        want, found = both(model, lambda mask=mask: model(input_ids=ids, attention_mask=mask).last_hidden_state)
+        assert_close(found, want)
+    vision = {"image_size": 8, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vit = build(transformers.ViTForImageClassification, transformers.ViTConfig(**vision, intermediate_size=48))
+    pixels, label = torch.rand(2, 3, 8, 8), torch.tensor([0, 1])
+    want, found = both(vit, lambda: vit(pixel_values=pixels).logits)
+    assert_close(found, want)
+    assert_gradients(vit, pixel_values=pixels, labels=label)
+
+
+@pytest.mark.parametrize(("family", "options"), [("T5", T5), ("Bart", BART)])
+def test_cross_attention(family, options):
+    config = getattr(transformers, f"{family}Config")(**options)
+    model = build(getattr(transformers, f"{family}ForConditionalGeneration"), config)
+    ids, seen = tokens()
+    labels = ids[:, :5].contiguous()
+    for mask in (None, seen):
+        want, found = both(model, lambda mask=mask: model(input_ids=ids, attention_mask=mask, labels=labels).logits)
+        assert_close(found, want)
+    assert_gradients(model, input_ids=ids, attention_mask=seen, labels=labels)
+    greedy = {"attention_mask": seen, "max_new_tokens": 5, "do_sample": False}
+    want, found = both(model, lambda: model.generate(input_ids=ids, **greedy))
+    assert torch.equal(found, want)
+
+
+def test_vision_language():
+    """Qwen2-VL: images of two sizes, whose patches attend within their own image; float masks of Mllama's cross
+    attention."""
+    text = {
+        **TEXT, "image_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7, "video_token_id": 8,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+    }  # fmt: skip
+    vision = {"depth": 2, "embed_dim": 32, "num_heads": 4, "hidden_size": 32, "mlp_ratio": 2, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(
+        text_config=text, vision_config=vision, **{k: v for k, v in text.items() if k.endswith("_token_id")}
+    )
+    model = build(transformers.Qwen2VLForConditionalGeneration, config)
+    grid = torch.tensor([[1, 4, 4], [1, 2, 4]])  # 16 and 8 patches; 2 x 2 are one token
+    ids = torch.tensor([[0, 0, 6, 5, 5, 5, 5, 7, 9], [6, 5, 5, 7, 11, 12, 13, 14, 15]])
+    kinds = (ids == 5).int()
+    pixels = torch.randn(24, 3 * 2 * 4 * 4)
+    seen = (ids != 0).long()
+    inputs = {"input_ids": ids, "attention_mask": seen, "pixel_values": pixels, "image_grid_thw": grid}
+    inputs["mm_token_type_ids"] = kinds
+    want, found = both(model, lambda: model(**inputs).logits)
+    assert_close(found[seen.bool()], want[seen.bool()])
+
+
+def test_float_masks():
+    model = decoder("llama")
+    ids, _ = tokens()
+    bias = torch.randn(BATCH, 1, 12, 12).masked_fill(torch.ones(12, 12).triu(1).bool(), torch.finfo(torch.float32).min)
+    want, found = both(model, lambda: model(input_ids=ids, attention_mask=bias).logits)
+    assert_close(found, want)
+
+
+def test_blocks_of_an_image_see_both_ways():
+    """Gemma 3's language model with the masks of its images: blocks in full layers, blocks within the window."""
+    model = decoder("gemma3")
+    ids, seen = tokens()
+    blocks = IDS[:, :12]
+    common = {"config": model.config, "attention_mask": seen, "past_key_values": None, "position_ids": None}
+    common |= {"inputs_embeds": torch.empty(BATCH, 12, 0)}
+
+    def run():
+        full = theirs.create_causal_mask(**common, block_sequence_ids=blocks)
+        sliding = theirs.create_causal_mask(
+            **common, or_mask_function=theirs.blockwise_overlay(blocks),
+            and_mask_function=theirs.sliding_window_overlay(5),
+        )  # fmt: skip
+        return model(input_ids=ids, attention_mask={"full_attention": full, "sliding_attention": sliding}).logits
+
+    want, found = both(model, run)
+    assert_close(found[seen.bool()], want[seen.bool()])
+
+
+# ---- refusals and features
+
+
+def test_dropout_is_refused_by_the_name_of_its_option():
+    config = transformers.LlamaConfig(**TEXT, attention_dropout=0.1)
+    model = build(transformers.LlamaForCausalLM, config)
+    model.set_attn_implementation("sartor")
+    ids, _ = tokens()
+    model(input_ids=ids)  # without training, there is none
+    with pytest.raises(NotImplementedError, match=r"dropout must be 0, got 0\.1.*attention_dropout"):
+        model.train()(input_ids=ids)
+
+
+def test_pages_are_refused():
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match="cache must be None"):
+        ours.attention_forward(torch.nn.Module(), q, q, q, None, cache=object())
+
+
+def test_features_are_told_by_the_signature():
+    names = inspect.signature(ours.attention_forward).parameters
+    assert {"s_aux", "softcap", "position_bias", "cu_seq_lens_q"} <= set(names)
+
+
+def test_checkpointed_training():
+    model = decoder("llama").train()
+    ids, seen = tokens()
+    inputs = {"input_ids": ids, "attention_mask": seen, "labels": ids, "use_cache": False}
+    model.set_attn_implementation("sartor")
+    want = gradients(model, **inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = gradients(model, **inputs)
+    for name in want:
+        assert_close(found[name], want[name])
+
+
+@pytest.mark.parametrize("mask", [None, "padded"])
+def test_compiled_whole(mask):
+    model = build(transformers.MistralForCausalLM, transformers.MistralConfig(**TEXT | {"num_hidden_layers": 1}))
+    ids, seen = tokens()
+    inputs = {"input_ids": ids, "attention_mask": seen if mask else None, "use_cache": False}
+    model.set_attn_implementation("sartor")
+    want = model(**inputs).logits
+    torch.compiler.reset()
+    found = torch.compile(model, fullgraph=True, backend="eager")(**inputs).logits
+    assert_close(found[seen.bool()], want[seen.bool()])
+
+
+def test_compiled_decoding(monkeypatch):
+    """With a static cache, as `generate` compiles it on GPUs: one graph for all steps, whose mask is an input."""
+    model = build(transformers.LlamaForCausalLM, transformers.LlamaConfig(**TEXT | {"num_hidden_layers": 1}))
+    model.set_attn_implementation("sartor")
+    ids, seen = tokens()
+    options = {"attention_mask": seen, "max_new_tokens": 5, "do_sample": False, "cache_implementation": "static"}
+    want = model.generate(input_ids=ids, **options)
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args, **kwargs: True)
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):  # a function: what else is in the config, generate copies
+        graphs.append(graph)
+        return graph.forward
+
+    options["compile_config"] = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None, dynamic=False)
+    assert torch.equal(model.generate(input_ids=ids, **options), want)
+    assert len(graphs) == 1
+
+
+def test_kernels_are_ours():
+    """The models' calls do reach `sartor.attention`."""
+    model = decoder("llama")
+    model.set_attn_implementation("sartor")
+    calls = []
+    original = ours.attention
+    ours.attention = lambda *args, **kwargs: calls.append(kwargs) or original(*args, **kwargs)
+    try:
+        model(input_ids=tokens()[0])
+    finally:
+        ours.attention = original
+    assert [c["causal"] for c in calls] == [True, True]
+    assert original is sartor.attention

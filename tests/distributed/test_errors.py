@@ -1,0 +1,181 @@
+"""What is wrong on one rank is an error on all, within a time limit."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case
+
+import sartor.distributed as context
+from sartor import mods
+from sartor.distributed import Sharding
+
+
+def qkv(n=8, heads=2, dim=8, dtype=torch.float32):
+    return tuple(torch.ones(1, n, heads, dim, dtype=dtype) for _ in range(3))
+
+
+def other_length(groups, method):
+    context.attention(*qkv(8 if dist.get_rank() else 10), group=groups[3], method=method)
+
+
+def other_option(groups, method):
+    context.attention(*qkv(), group=groups[3], method=method, causal=dist.get_rank() == 1)
+
+
+def other_dtype(groups, method):
+    context.attention(*qkv(dtype=torch.float64 if dist.get_rank() else torch.float32), group=groups[3], method=method)
+
+
+def wrong_dims(groups, method):
+    q, k, v = qkv()
+    context.attention(q, k if dist.get_rank() != 2 else k[..., :4], v, group=groups[3], method=method)
+
+
+def other_gradient(groups, method):
+    q, k, v = qkv()
+    context.attention(q.requires_grad_(dist.get_rank() == 0), k, v, group=groups[3], method=method)
+
+
+def other_documents(groups, method):
+    ids = torch.zeros(1, 24, dtype=torch.int32)
+    ids[:, 10 + 7 * dist.get_rank() :] = 1
+    context.attention(*qkv(), group=groups[3], method=method, mask=mods.document(ids))
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+@pytest.mark.parametrize(
+    "fn",
+    [other_length, other_option, other_dtype, wrong_dims, other_gradient, other_documents],
+    ids=lambda f: f.__name__,
+)
+def test_ranks_that_differ(world, fn, method):
+    for error, _ in world.answers(3, fn, method):
+        assert error is not None
+        assert error[0] in ("Disagreement", "ValueError", "TypeError"), error
+    assert any("rank" in error[1] for error, _ in world.answers(3, fn, method))
+
+
+@pytest.mark.parametrize("fn", [other_length, other_dtype], ids=lambda f: f.__name__)
+def test_ranks_that_differ_ulysses(world, fn):
+    for error, _ in world.answers(2, ulysses_of_two, fn.__name__):
+        assert error is not None
+        assert error[0] in ("Disagreement", "ValueError", "TypeError"), error
+
+
+def ulysses_of_two(groups, name):
+    rank = dist.get_rank()
+    q, k, v = qkv(8 + 2 * rank) if name == "other_length" else qkv(dtype=(torch.float32, torch.float64)[rank])
+    context.attention(q, k, v, group=groups[2], method="ulysses")
+
+
+def after_the_first(groups):
+    """A rank that changes its shapes when others do not: they have agreed before, so that nobody asks."""
+    q, k, v = qkv()
+    context.attention(q, k, v, group=groups[2], method="ring")
+    n = 8 if dist.get_rank() else 16
+    begun = time.monotonic()
+    try:
+        context.attention(*qkv(n), group=groups[2], method="ring", timeout=3)
+    except RuntimeError as error:
+        return time.monotonic() - begun, str(error)
+    return time.monotonic() - begun, ""
+
+
+def lost(groups):
+    q, k, v = qkv(64)
+    context.attention(q, k, v, group=groups[3], method="ring")
+    if dist.get_rank() == 1:
+        os._exit(1)
+    context.attention(q, k, v, group=groups[3], method="ring", timeout=3)
+
+
+def test_time_limit(lone_world):
+    made = lone_world(2, timeout=4)
+    for error, result in made.answers(2, after_the_first):
+        assert error is not None or result[1], (error, result)
+        assert result is None or result[0] < 20
+
+
+def test_a_rank_that_dies(lone_world):
+    made = lone_world(3, timeout=4)
+    begun = time.monotonic()
+    answers = made.answers(3, lost)
+    assert time.monotonic() - begun < 60
+    assert answers[1][0][0] == "Lost"
+    assert answers[0][0] is not None
+    assert answers[2][0] is not None
+
+
+def refused(groups, name):
+    q, k, v = qkv()
+    table = torch.zeros(8, 16, dtype=torch.bool)
+    calls = {
+        "method": ({"method": "rings"}, "method must be one of"),
+        "kind": ({"layout_of_sequence": "stripes"}, "layout_of_sequence must be one of"),
+        "shards": ({"layout_of_sequence": Sharding.make("zigzag", 24, 3)}, "must have 2 shards"),
+        "places": ({"layout_of_sequence": Sharding.make("zigzag", 24, 2)}, r"q must be \(batch, 12, heads, dim\)"),
+        "both": ({"mesh": object()}, "not be given both"),
+        "usp": ({"method": "usp"}, "mesh of 2 dims"),
+        "rows": ({"method": "ulysses", "mask": table}, "must not depend on queries"),
+        "heads": ({"method": "ulysses", "bias": None, "heads": 3}, "multiple of the 2 ranks"),
+        "bias": ({"bias": torch.zeros(8, 8)}, "bias must be broadcastable"),
+        "mask": ({"mask": mods.document(torch.zeros(1, 8, dtype=torch.int32))}, "what mask reads"),
+        "timeout": ({"timeout": -1}, "timeout must be"),
+        "window": ({"window": (1, 2, 3)}, "window must be"),
+        "reference": ({"kernel": "reference", "grad": True}, "takes the softmax of all keys"),
+        "sinks": ({"sinks": torch.zeros(3)}, "sinks must have shape"),
+        "group": ({"group": "all"}, "group must be a ProcessGroup"),
+    }
+    given, words = calls[name]
+    given = {"group": groups[2], "method": "ring", **given}
+    if given.pop("heads", None):
+        q, k, v = qkv(heads=3)
+    if given.pop("grad", None):
+        q = q.requires_grad_()
+    with pytest.raises((TypeError, ValueError), match=words):
+        context.attention(q, k, v, **given)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["method", "kind", "shards", "places", "both", "usp", "rows", "heads", "bias", "mask", "timeout", "window",
+     "reference", "sinks", "group"],
+)  # fmt: skip
+def test_refused(world, name):
+    world.run(2, refused, name)
+
+
+def test_without_a_group():
+    with pytest.raises(ValueError, match="must be initialised"):
+        context.attention(*qkv())
+
+
+def inference(groups):
+    """Nothing asks for gradients, in inference mode too."""
+    case = Case("causal_documents", "ring", "zigzag", ranks=3)
+    plain = cases.run(groups, case, gradients=False)
+    with torch.inference_mode():
+        again = cases.run(groups, case, gradients=False)
+    return all(torch.equal(plain[n], again[n]) for n in plain)
+
+
+def test_inference_mode(world):
+    assert all(world.run(3, inference))
+
+
+def repeated(groups, method):
+    case = Case("everything" if method == "ring" else "causal", method, "zigzag", ranks=2, dtype="float32")
+    case = Case(**{**case.__dict__, "extra": {"deterministic": True}})
+    first, second = cases.run(groups, case), cases.run(groups, case)
+    return all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_the_same_bits(world, method):
+    assert all(world.run(2, repeated, method))

@@ -1,0 +1,205 @@
+"""Shardings, masks as blocks see them, and the balance of what ranks compute; one process."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import sartor.distributed as context
+from sartor import mods
+from sartor.distributed import Sharding
+from sartor.distributed.balance import imbalance, visible_tiles
+from sartor.distributed.sharding import KINDS
+from sartor.distributed.shift import Frame, shifted, shifted_band
+from sartor.distributed.sight import ALIGNED, sight
+
+ANY = {
+    "kind": st.sampled_from(KINDS), "seqlen": st.integers(0, 70), "ranks": st.integers(1, 7), "pad": st.booleans(),
+    "multiple": st.integers(1, 5),
+}  # fmt: skip
+
+
+@settings(deadline=None, max_examples=200)
+@given(**ANY)
+def test_round_trip(kind, seqlen, ranks, pad, multiple):
+    s = Sharding.make(kind, seqlen, ranks, pad=pad, multiple=multiple)
+    assert Sharding.parse(s.text) == s
+    x = torch.arange(2 * seqlen * 3).view(2, seqlen, 3)
+    shards = [context.shard(x, s, rank, fill=-100) for rank in range(ranks)]
+    assert [t.shape[1] for t in shards] == list(s.sizes)
+    assert len(set(s.sizes)) == 1 or not pad
+    assert torch.equal(context.unshard(shards, s), x)
+    assert sum(s.count(rank) for rank in range(ranks)) == seqlen
+    for rank, t in enumerate(shards):
+        assert bool((t[:, s.count(rank) :] == -100).all())
+        places = context.positions(s, rank)
+        assert torch.equal(places[: s.count(rank)], s.tokens(rank))
+        assert not places[s.count(rank) :].any()
+
+
+@settings(deadline=None, max_examples=100)
+@given(**ANY, group=st.integers(1, 4))
+def test_joined(kind, seqlen, ranks, pad, multiple, group):
+    s = Sharding.make(kind, seqlen, ranks * group, pad=pad, multiple=multiple)
+    joined = s.joined(group)
+    assert Sharding.parse(joined.text) == joined
+    for rank in range(ranks):
+        members = torch.cat([s.tokens(rank * group + i) for i in range(group)])
+        assert torch.equal(members.sort().values, joined.tokens(rank).sort().values)
+    if ranks == 1 and seqlen:
+        assert joined.runs == ((joined.runs[0][0],),)
+        assert (joined.runs[0][0].first, joined.runs[0][0].step) == (0, 1)
+
+
+def test_labels_and_gradients():
+    s = Sharding.make("zigzag", 10, 2)
+    x = torch.randn(1, 10, 2, requires_grad=True)
+    context.shard(x, s, 1).sum().backward()
+    assert torch.equal(x.grad[0, :, 0].nonzero()[:, 0], s.tokens(1))
+    labels = context.shard(torch.arange(10), s, 0, dim=0, fill=-100)
+    assert labels.tolist() == [0, 1, 2, 9, -100, -100]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Sharding.make("ring", 8, 2), "kind must be one of"),
+        (lambda: Sharding.make("zigzag", -1, 2), "seqlen must be an integer >= 0"),
+        (lambda: Sharding.make("zigzag", 8, 0), "ranks must be an integer >= 1"),
+        (lambda: Sharding.of_chunks(8, 2, [[0, 1], [1, 3]]), "each of the 4 chunks once"),
+        (lambda: Sharding.of_chunks(8, 0, [[0]]), "chunk must be an integer"),
+        (lambda: context.shard(torch.zeros(1, 7), Sharding.make("zigzag", 8, 2), 0), "x must have 8 tokens in dim 1"),
+        (lambda: context.shard(torch.zeros(8), Sharding.make("zigzag", 8, 2), 0, dim=1), "dim must be a dim"),
+        (lambda: context.unshard([torch.zeros(1, 4)], Sharding.make("zigzag", 8, 2)), "one of each of 2 ranks"),
+        (lambda: context.unshard([torch.zeros(1, 4)] * 2, Sharding.make("zigzag", 6, 2)), None),
+        (lambda: context.unshard([torch.zeros(1, 3)] * 2, Sharding.make("zigzag", 6, 2)), "shard 0 must have 4"),
+    ],
+)
+def test_refused(make, words):
+    if words is None:
+        make()
+        return
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+MASKS = {
+    "window": lambda n: mods.window(5, 3),
+    "documents": lambda n: mods.document(
+        (torch.rand(2, n, generator=torch.Generator().manual_seed(1)) < 0.2).cumsum(1)
+    ),
+    "packed": lambda n: mods.packed(*2 * (torch.tensor([0, 3, 3, n // 2, n - 1]),), n, n, causal=True),
+    "or": lambda n: mods.prefix(n // 3) | mods.causal(),
+    "function": lambda n: mods.Mask(lambda b, h, q, kv, aux: (q * 2 + kv + h) % 5 != 0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MASKS)
+def test_blocks_see_the_mask(name, kind):
+    """Every block's mask is what the whole one holds there, its bounds included, and of what is seen none is missed."""
+    n, ranks = 30, 3
+    mask, s = MASKS[name](n), Sharding.make(kind, n, ranks)
+    whole, view = mask.materialize(2, 2, n, n), sight(False, None, mask, s, n)
+    for rank in range(ranks):
+        for i, q in enumerate(s.runs[rank]):
+            for kv in (run for runs in s.runs for run in runs):
+                want = whole[:, :, q.tokens, kv.tokens]
+                block = shifted(mask, Frame(q, kv, n, n))
+                assert torch.equal(block.materialize(2, 2, q.count, kv.count), want)
+                start, stop = view.seen(rank, i, kv)
+                assert not want[..., :start].any()
+                assert not want[..., max(stop, 0) :].any()
+                if view.is_full(rank, i, kv):
+                    assert bool(want.all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize("window", [None, (4, 2), (0, None), (None, 3), (3, 0)])
+@pytest.mark.parametrize(("sq", "skv"), [(24, 24), (10, 24), (24, 10)])
+def test_blocks_see_the_band(kind, causal, window, sq, skv):
+    from sartor.problem import band
+
+    mask = band(causal, window)
+    whole = torch.ones(1, 1, sq, skv, dtype=torch.bool) if mask is None else mask.materialize(1, 1, sq, skv)
+    queries, keys = Sharding.make(kind, sq, 2), Sharding.make(kind, skv, 2)
+    view = sight(causal, window, None, queries, skv)
+    for rank in range(2):
+        for i, q in enumerate(queries.runs[rank]):
+            for kv in (run for runs in keys.runs for run in runs):
+                want = whole[:, :, q.tokens, kv.tokens]
+                block = shifted_band(causal, window, Frame(q, kv, sq, skv))
+                got = torch.ones_like(want) if block is None else block.materialize(1, 1, q.count, kv.count)
+                assert torch.equal(got, want)
+                start, stop = view.seen(rank, i, kv)
+                assert not want[..., :start].any()
+                assert not want[..., max(stop, 0) :].any()
+                assert bool(want.all()) or not view.is_full(rank, i, kv)
+
+
+def test_what_is_sent():
+    """A window sends the end of a shard to the next rank only; a causal mask nothing to ranks before."""
+    s = Sharding.make("contiguous", 4096, 4)
+    view = sight(True, (200, 0), None, s, 4096)
+    assert [[len(view.needed(r, s.runs[o])) for o in range(4)] for r in range(4)] == [
+        [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1],
+    ]  # fmt: skip
+    (number, part), = view.needed(2, s.runs[1])  # fmt: skip
+    assert number == 0
+    assert (part.first, part.last) == (2048 - 2 * ALIGNED, 2047)
+    causal, zigzag = sight(True, None, None, Sharding.make("zigzag", 4096, 4), 4096), Sharding.make("zigzag", 4096, 4)
+    assert len(causal.needed(3, zigzag.runs[1])) == 1  # of the second rank's two chunks
+    assert len(causal.needed(1, zigzag.runs[3])) == 1  # two chunks of rank 3 that follow one another
+
+
+def test_sight_is_found_again():
+    ids = torch.zeros(1, 64, dtype=torch.int32)
+    mask, s = mods.document(ids), Sharding.make("zigzag", 64, 2)
+    first = sight(True, None, mask, s, 64)
+    assert sight(True, None, mask, s, 64) is first
+    assert sight(True, None, mods.document(ids), s, 64) is not first
+    for t in mask.tensors[2:]:
+        t.zero_()
+    assert sight(True, None, mask, s, 64) is not first
+
+
+def lognormal_ids(seqlen, seed):
+    """Documents whose lengths have the mean 2048 and a heavy tail."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.empty(seqlen // 64).log_normal_(7.0, 1.1, generator=generator).long().clamp(16, seqlen)
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[:seqlen].int()[None]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_balance_of_documents(ranks, seed):
+    n = 131072
+    mask = mods.document(lognormal_ids(n, seed)[:, :n])
+    s = context.balanced(n, ranks, causal=True, mask=mask)
+    tiles = visible_tiles(n, n, causal=True, mask=mask).double()
+    found = imbalance(s, tiles)
+    assert found <= 1.05, found
+    assert found <= imbalance(Sharding.make("contiguous", n, ranks), tiles)
+    assert len(set(s.sizes)) == 1
+
+
+@pytest.mark.parametrize(
+    "given", [{"causal": True}, {"window": (3000, 0)}, {"mask": mods.prefix(20000) | mods.causal()}]
+)
+def test_balance_of_others(given):
+    n, ranks = 65536, 8
+    s = context.balanced(n, ranks, **given)
+    assert imbalance(s, visible_tiles(n, n, **given).double()) <= 1.05
+
+
+def test_visible_tiles():
+    assert visible_tiles(512, 512, causal=True).tolist() == [1, 2, 3, 4]
+    assert visible_tiles(512, 512, window=(0, 0)).tolist() == [1, 1, 1, 1]
+    assert visible_tiles(300, 512).tolist() == [4, 4, 4]

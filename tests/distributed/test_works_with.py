@@ -1,0 +1,168 @@
+"""Context parallel attention inside what people train with: compilers, checkpointing, DTensors, models of others."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case
+from torch.nn import functional as F
+
+import sartor
+import sartor.distributed as context
+from sartor import mods
+from sartor.distributed import Sharding
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def shards(groups, ranks=2, seqlen=32, heads=4, kind="zigzag", seed=3):
+    """Leaves of this rank, and the group."""
+    generator = torch.Generator().manual_seed(seed)
+    sharding = Sharding.make(kind, seqlen, ranks)
+    whole = [torch.randn(2, seqlen, heads, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+    return [context.shard(t, sharding, dist.get_rank()).requires_grad_() for t in whole], groups[ranks], whole
+
+
+def gradients(out, leaves):
+    return torch.autograd.grad(out.square().sum(), leaves)
+
+
+def compiled(groups, method, masked):
+    leaves, group, _ = shards(groups)
+    ids = torch.arange(32, dtype=torch.int32)[None] // 11
+    given = {"mask": mods.document(ids) & mods.causal()} if masked else {"causal": True}
+
+    def layer(q, k, v):
+        out = context.attention(q * 2, k, v, group=group, method=method, layout_of_sequence="zigzag", **given)
+        return out * 3
+
+    whole = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected, found = layer(*leaves), whole(*leaves)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    for a, b in zip(gradients(found, leaves), gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses", "auto"])
+def test_compiled_without_a_break(world, method, masked):
+    world.run(2, compiled, method, masked)
+
+
+def checkpointed(groups):
+    from torch.utils.checkpoint import checkpoint
+
+    leaves, group, _ = shards(groups, ranks=3, seqlen=36)
+
+    def layer(q, k, v):
+        return context.attention(q, k, v, group=group, method="ring", causal=True, layout_of_sequence="zigzag")
+
+    expected = gradients(layer(*leaves), leaves)
+    for a, b in zip(gradients(checkpoint(layer, *leaves, use_reentrant=False), leaves), expected, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_checkpointed(world):
+    world.run(3, checkpointed)
+
+
+def of_dtensors(groups, layout):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "sequence"))
+    heads, sequence = (2, 1) if layout == "bshd" else (1, 2)
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 13, 4, 8) if layout == "bshd" else (1, 4, 13, 8)
+    whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+    expected = sartor.attention(*whole, causal=True, layout=layout, return_lse=True)
+    for first in (Shard(heads), Replicate()):
+        placed = [distribute_tensor(t, mesh, [first, Shard(sequence)]).requires_grad_() for t in whole]
+        found = context.attention(*placed, causal=True, layout=layout, return_lse=True)
+        for a, b in zip(found, expected, strict=True):
+            assert isinstance(a, DTensor)
+            torch.testing.assert_close(a.full_tensor(), b, **CLOSE)
+    found[0].to_local().sum().backward()
+    wrong = [distribute_tensor(t, mesh, [Replicate(), Shard(heads)]) for t in whole]
+    with pytest.raises(ValueError, match="must be sharded on the sequence"):
+        context.attention(*wrong, layout=layout)
+    with pytest.raises(TypeError, match="k must be a DTensor"):
+        context.attention(placed[0], whole[1], whole[2], layout=layout)
+    with pytest.raises(ValueError, match="must be 'contiguous'"):
+        context.attention(*placed, layout=layout, layout_of_sequence="zigzag")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_dtensors(world, layout):
+    world.run(4, of_dtensors, layout)
+
+
+def in_a_model(groups):
+    """A module of PyTorch's own, of which nothing was changed."""
+    (q, k, v), group, whole = shards(groups, seqlen=24)
+    whole = [t.transpose(1, 2) for t in whole]
+    table = torch.randn(4, 24, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    sharding = Sharding.make("zigzag", 24, 2)
+    rows = context.shard(table, sharding, dist.get_rank(), dim=1)
+
+    def model(q, k, v, table):
+        first = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+        return F.scaled_dot_product_attention(first, k, v, attn_mask=table)
+
+    expected = model(*whole, table)
+    with context.context_parallel(group=group, layout_of_sequence="zigzag", method="ring"):
+        found = model(*(t.transpose(1, 2) for t in (q, k, v)), rows)
+        with pytest.raises(NotImplementedError, match="dropout_p must be 0"):
+            F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    torch.testing.assert_close(found, context.shard(expected, sharding, dist.get_rank(), dim=2), **CLOSE)
+    gradients(found, [q, k, v])
+    torch.testing.assert_close(model(*whole, table), expected)  # outside of it, PyTorch's own again
+
+
+def test_in_a_model(world):
+    world.run(2, in_a_model)
+
+
+def decoded(groups, ranks, kind, sq, feature):
+    case = Case(feature, kind=kind, ranks=ranks, seqlen_q=sq, seqlen_kv=50, pad=False)
+    data, sharding = cases.inputs(case), Sharding.make(kind, 50, ranks)
+    lengths = torch.tensor([31, 50])
+    given = {
+        "cached": lambda: {"mask": mods.cached(lengths, sq, 50, causal=True)},
+        "full": lambda: {},
+        "causal": lambda: {"causal": True, "alibi_slopes": torch.ones(4), "softcap": 2.0},
+        "sinks": lambda: {"sinks": torch.arange(4.0, dtype=torch.float64), "window": (20, 0)},
+    }[feature]()
+    k, v = (context.shard(data[n], sharding, dist.get_rank()) for n in ("k", "v"))
+    out, lse = context.decode(
+        data["q"], k, v, group=groups[ranks], layout_of_sequence=sharding, return_lse=True, **given
+    )
+    expected = sartor.attention(data["q"], data["k"], data["v"], return_lse=True, kernel="reference", **given)
+    torch.testing.assert_close((out, lse), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("feature", ["cached", "full", "causal", "sinks"])
+@pytest.mark.parametrize(("ranks", "kind", "sq"), [(3, "striped", 1), (2, "contiguous", 4), (4, "zigzag", 2)])
+def test_decode(world, ranks, kind, sq, feature):
+    world.run(ranks, decoded, ranks, kind, sq, feature)
+
+
+def explained(groups):
+    q, k, v = (torch.empty(1, 4096, 16, 128, device="meta", dtype=torch.bfloat16) for _ in range(3))
+    found = context.explain(q, k, v, group=groups[4], causal=True, layout_of_sequence="zigzag")
+    windowed = context.explain(q, k, v, group=groups[4], causal=True, window=(100, 0))
+    chosen = context.explain(q, k, v, group=groups[4], bias=torch.empty(4096, 1, device="meta"), method="ring")
+    return str(found), found.method, windowed.readers, str(chosen)
+
+
+def test_explain(world):
+    answers = world.run(4, explained)
+    text, method, readers, chosen = answers[2]
+    assert f"-> {method}: forward" in text
+    assert "not hidden" in text
+    assert readers == (1,)
+    assert answers[0][2] == ()
+    assert "ulysses: no, a bias or mask tensor depends on queries" in chosen
+    assert "-> ring" in chosen
