@@ -87,7 +87,7 @@ def run(call: Call, lse: bool) -> tuple[Tensor, Any]:
     if torch.is_grad_enabled() and call.needs_gradient:
         call_, given = call.bshd(), "bshd"
         tables = call.score.tensors if call.table_gradients else ()  # type: ignore[union-attr]
-        out, found = _Attention.apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared, *tables)
+        out, found = _apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared, *tables)
     else:
         x = prepared.operands(call, lse)
         given = x.layout
@@ -165,9 +165,12 @@ class _Attention(torch.autograd.Function):
         left = iter(tensors)
         aux = tuple(next(left) if a is None else a for a in ctx.prepared.template)
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        with torch.no_grad():
-            g = _backward(ctx.prepared, Operands(q, k, v, sinks, aux), saved)
-        if torch.is_grad_enabled():  # create_graph=True: say so if the graph is used, instead of a gradient of zero
+        x = Operands(q, k, v, sinks, aux)
+        if not torch.is_grad_enabled():
+            g = _backward(ctx.prepared, x, saved)
+        else:  # create_graph=True: say so if the graph is used, instead of a gradient of zero
+            with torch.no_grad():
+                g = _backward(ctx.prepared, x, saved)
 
             def last(t: Any) -> Any:
                 return None if t is None else _Last.apply(t.requires_grad_(), dout, q, k, v)
@@ -178,6 +181,10 @@ class _Attention(torch.autograd.Function):
         dbias = None if bias is None or g.dbias is None else g.dbias.to(bias[0]).view(bias[1])
         dsinks = None if g.dsinks is None else g.dsinks.to(sinks_dtype)
         return g.dq, g.dk, g.dv, dbias, dsinks, None, None, *_of_tables(g, *ctx.tables)
+
+
+# Function.apply without its look for functorch's wrappers, which a call on plain tensors has behind it
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 def _of_tables(g: Gradients, count: int, wanted: dict[int, int], made_of: list[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from sartor import driver
 
 KNOWN = (3, 5), (3, 7)  # releases, first and last
 LETTERS = {"i32": "i", "i64": "q", "fp32": "f"}  # of `driver.Frame`, by Triton's types
+NUMBERS = frozenset({int, type(None)})
 SCRATCH = 2  # pointers after the arguments
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\b")
 
@@ -75,6 +76,7 @@ class Direct:
         fixed = {i: _value(leaf) for i, leaf in enumerate(found) if leaf.letter != "P"}
         fixed |= {len(found) + i: 0 for i in range(SCRATCH)}
         self.changing = [(leaf.name, leaf.path) for leaf in found if leaf.letter == "P"]
+        self.names = None if any(path for _, path in self.changing) else [name for name, _ in self.changing]
         self.function, self.grid = ctypes.c_void_p(compiled.function), (grid, 1, 1)
         metadata = compiled.metadata
         self.launcher = driver.Launcher(metadata.name, 32 * metadata.num_warps, metadata.shared, letters, fixed)
@@ -91,8 +93,12 @@ class Direct:
         sizes = [driver.SIZES[leaf.letter or ""] for leaf in found] + [driver.SIZES["P"]] * SCRATCH
         return cls(compiled, found, grid) if sizes == parameters(compiled.asm["ptx"]) else None
 
-    def addresses(self, arguments: dict[str, Any]) -> list[int]:
+    def addresses(self, arguments: dict[str, Any]) -> Sequence[int]:
         """What changes, in the order of the parameters; 0 for what is not among `arguments`."""
+        if self.names is not None:
+            given = [*map(arguments.get, self.names)]
+            if NUMBERS.issuperset(map(type, given)):
+                return [address or 0 for address in given]
         found = []
         for name, path in self.changing:
             value = arguments.get(name)
