@@ -302,19 +302,24 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _operator_backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+    return gradients_by(torch.ops.sartor.attention_backward, ctx, dout, dlse)
+
+
+def gradients_by(backward: Any, ctx: Any, dout: Any, dlse: Any, place: tuple[Any, ...] = ()) -> Any:
+    """The gradients of an operator's inputs, `place` and then those of `sartor::attention`, by its backward."""
     n = ctx.n_mod_tensors
     *tensors, out, lse = ctx.saved_tensors
     inputs, mod_tensors = tensors[:7], list(tensors[7 : 7 + n])
     dout = torch.zeros_like(out) if dout is None else dout
-    wanted, first = ctx.needs_input_grad[3], tensors_of(ctx.options[0])
+    wanted, first = ctx.needs_input_grad[len(place) + 3], tensors_of(ctx.options[0])
     tables = [i for i, t in enumerate(mod_tensors[first:]) if t.requires_grad]
-    g = torch.ops.sartor.attention_backward(dout, dlse, out, lse, wanted, tables, *inputs, mod_tensors, *ctx.options)
+    g = backward(dout, dlse, out, lse, wanted, tables, *place, *inputs, mod_tensors, *ctx.options)
     dbias, dsinks = g[3] if wanted else None, None if inputs[6] is None else g[4]
     of_mods: list[Any] = [None] * n
     sizes = [mod_tensors[first + i].numel() for i in tables]
     for i, d in zip(tables, g[5].split(sizes) if tables else (), strict=True):
         of_mods[first + i] = d.view(mod_tensors[first + i].shape).to(mod_tensors[first + i].dtype)
-    return *g[:3], dbias, None, None, dsinks, of_mods, *([None] * len(ctx.options))
+    return *[None] * len(place), *g[:3], dbias, None, None, dsinks, of_mods, *([None] * len(ctx.options))
 
 
 def _no_double_backward(ctx: Any, *gradients: Any) -> Any:
