@@ -38,7 +38,7 @@ fix: $(STAMP)
 
 # The site, in build/site; links that lead nowhere are errors.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Where PYTHON already has a CUDA torch and what the lab needs, nothing is fetched or built, so that it works offline: a
 # .pth file names the folder of its packages (--system-site-packages would miss those of a venv) and that of ours.
