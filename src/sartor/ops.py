@@ -33,6 +33,7 @@ class Prepared:
     template: Template
     any_layout: bool  # whether the forward kernel takes and gives layout bhsd too
     backwards: dict[bool, Plan] = field(default_factory=dict)  # by whether results must have the same bits every time
+    layouts: tuple[Any, ...] = ()  # strides, and offset from 16 bytes, of what autograd saves: for all calls of the key
 
     def operands(self, call: Call, lse: bool = True) -> Operands:
         """The data of one call, dense in the last dim, in a layout that the forward kernel takes."""
@@ -155,13 +156,14 @@ class _Attention(torch.autograd.Function):
         ctx.tables = len(tables), dict(enumerate(call.table_gradients or ())), [(t.dtype, t.shape) for t in tables]
         ctx.dtypes = (None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype)
         saved = x.q, x.k, x.v, x.sinks, out, lse, *(a for a in x.aux if isinstance(a, Tensor))
-        ctx.layouts = tuple(None if t is None else (t.stride(), t.data_ptr() & 15) for t in saved)
+        if not prepared.layouts:
+            prepared.layouts = tuple(None if t is None else (t.stride(), t.data_ptr() & 15) for t in saved)
         ctx.save_for_backward(*saved)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.layouts)
+        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.prepared.layouts)
         left = iter(tensors)
         aux = tuple(next(left) if a is None else a for a in ctx.prepared.template)
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)

@@ -14,7 +14,7 @@ from sartor.lab.workloads import suites
 from sartor.lab.workloads.suites import Suite
 from sartor.lab.workloads.workload import MODES, Inputs, Workload
 
-EMPTY = Suite("adhoc", "from the command line", "", (), ("grid",))
+EMPTY = Suite("adhoc", "from the command line", "", (), ("grid", "rates"))
 MASKS = {"yes": "causal", "no": "full", "both": "full,causal"}
 
 

@@ -43,7 +43,7 @@ def render(name: str, results: Path) -> str:
     none = bool(ours) and not any(ours)  # then it is said once, not in each cell
     table, marks = _table(view, suite, chosen, lambda r: (none and r.provider == "sartor") or evidence.covers(r))
     if none or not (marks or all(map(evidence.covers, chosen))):
-        part = "These figures of sartor are" if none else "Some of these figures of sartor are"
+        part = "These figures of Sartor are" if none else "Some of these figures of Sartor are"
         table.notes.append(
             f"{part} unverified: what ran is not what passed the GPU tests, by the fingerprint of its launches."
         )
