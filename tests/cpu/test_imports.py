@@ -32,7 +32,7 @@ MAY = {
     "testing": {"api", "kernels", "problem", "mods"},
     "compat": {"api", "checks", "mods", "lengths"},
     "distributed": {"api", "cache", "checks", "compat", "kernels", "mods", "ops", "plan", "problem"},
-    "integrations": {"api", "checks", "compat", "mods", "ops", "problem"},
+    "integrations": {"api", "checks", "compat", "distributed", "mods", "ops", "problem"},
     "nn": {"api", "mods"},
 }
 
