@@ -13,7 +13,7 @@ import torch
 from sartor import nvrtc
 from sartor.device import Device
 from sartor.kernels.cuda import expressions, wgmma
-from sartor.mods.core import Program
+from sartor.mods.program import Program
 from sartor.problem import Problem, name_of
 
 FOLDER = Path(__file__).parent.parent
