@@ -81,5 +81,5 @@ def test_the_launches_around(causal):
     plan = Plan(SPEC, p, DEVICE, AGAIN, "test")
     names = [[step.name for step in part] for part in SPEC.sections(plan, x, saved, work, SPEC.pairs(x, q))]
     repair = ["exact repair"] if causal else []
-    assert names[0] == [*(f"split {name}" for name in ("q", "k", "v", "dout")), "prepare"]
+    assert names[0] == [*(f"split {name}" for name in ("q", "k", "v", "dout")), "preprocess"]
     assert names[1:] == [[f"{pass_} {end}" for end in ("exact", *repair)] for pass_ in ("dq", "dkdv")]

@@ -8,6 +8,8 @@ import triton.language as tl
 from sartor.kernels.triton import products
 from sartor.kernels.triton.bounds import valid
 
+SECTION = tl.constexpr(8)  # heads whose tiles are interleaved under a mask, so that the longest tiles come first
+
 
 @triton.jit
 def row(head, seqlen_q):
