@@ -50,10 +50,11 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The measure a kernel is cut to: rows of queries, rows of keys, warps, pipeline stages.
+    """The config a kernel is compiled for: rows of queries, rows of keys, warps, pipeline stages.
 
-    `then` is the measure of the next kernel where a pass has several of their own measure (dk and dv, then dq). The
-    keys are taken in `parts`: of several each is a tile's of its own, and one more kernel merges their results.
+    `then` is the config of the next kernel, where a pass has two kernels with configs of their own (dk and dv, then
+    dq). `parts` is the number of KV splits: above 1, partial outputs are float32, and the merge kernel combines them by
+    their lse.
     """
 
     block_m: int

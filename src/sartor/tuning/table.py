@@ -23,7 +23,7 @@ from sartor.device import Device
 from sartor.kernels.spec import KernelSpec, Tile, legal
 from sartor.problem import Problem, mask_class
 
-SLICE = 64  # queries that a part of a block works on by itself, at most
+SLICE = 64  # queries that one warpgroup of a block works on, at most
 
 
 class Row(NamedTuple):

@@ -51,12 +51,12 @@ if launch.available():
 
 
 def padded_rows(p: Problem) -> int:
-    """Elements of a float32 a row, each head's on 64 bytes: see `_row`."""
+    """Elements of a float32 a row, each head's on 64 bytes: see `gradients.row`."""
     return p.batch * p.heads_q * -(-p.seqlen_q // 16) * 16
 
 
 def rows(room: Room, space: torch.Tensor, name: str, p: Problem) -> torch.Tensor:
-    """Such a part of a room as (b, hq, sq)."""
+    """A float32 a row of the workspace, as (b, hq, sq)."""
     return room.view(space, name, p.batch, p.heads_q, -(-p.seqlen_q // 16) * 16)[..., : p.seqlen_q]
 
 
@@ -103,7 +103,7 @@ class TritonBackward:
         return launch.reasons(p, dev) + table_gradients.reasons(p) or launch.no_tile(self, p, dev)
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
-        """Tiles that fit shared memory and registers, best guess first; the same measure for dk, dv and for dq."""
+        """Tiles that fit shared memory and registers, best guess first; dk and dv get the same config as dq."""
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
         small = p.dtype == torch.float32
         most = 140 if small else 160 if launch.only_registers(dev) else 200  # there operands are in registers too
@@ -119,11 +119,11 @@ class TritonBackward:
                     yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
 
     def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
-        """Whether a tuned pair of tiles is legal: each of them is, for both kernels."""
+        """Whether a tuned pair of configs is legal: the one for dk and dv, and the one for dq."""
         alone = _alone(self, length_class(p), dev)
         first = Tile(tile.block_m, tile.block_n, tile.warps, tile.stages)
-        turned = tile.then and Tile(tile.then.block_n, tile.then.block_m, tile.then.warps, tile.then.stages)
-        return first in alone and turned in alone
+        swapped = tile.then and Tile(tile.then.block_n, tile.then.block_m, tile.then.warps, tile.then.stages)
+        return first in alone and swapped in alone
 
     def columns(self, p: Problem, stepped: int) -> int:
         """Of 32 bits, of all that products sum up, chunk by chunk, and of the scores that are multiplied."""
@@ -132,13 +132,14 @@ class TritonBackward:
         return sum(map(len, chunks)) * stepped + gradients + 2 * stepped * p.dtype.itemsize // 4
 
     def smem_bytes(self, p: Problem, stepped: int, held: int, stages: int) -> int:
-        """Upper estimate of shared memory: held tiles; stepped tiles and what mods read for every stage; scores."""
+        """Upper estimate of shared memory: the tiles that a program holds; for every stage the tiles that its mainloop
+        visits and what mask and score functions read; S and dP."""
         size = p.dtype.itemsize
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
         mods = stages * max(codegen.tile_bytes(p.program, *sides) for sides in ((stepped, held), (held, stepped)))
         scores = 2 * stepped * held * size
-        rest = max(scores, mods) if held >= 64 else scores + mods  # wgmma takes scores from registers
-        if held < 64 and stages == 1:  # a stepped tile, loaded to registers, is turned in shared memory
+        rest = max(scores, mods) if held >= 64 else scores + mods  # wgmma reads dS and P from registers
+        if held < 64 and stages == 1:  # a visited tile, loaded to registers, is transposed in shared memory
             rest = max(rest, size * stepped * min(max(d, dv), 256))
         return size * (d + dv) * (held + stages * stepped) + rest
 
@@ -157,7 +158,7 @@ class TritonBackward:
     def steps(
         self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
     ) -> list[launch.Launch]:
-        """`launches`; `pairs` are for the kernels that split their operands."""
+        """`launches`; `pairs` are (hi, lo) copies of the operands, for kernels that take them so."""
         p, tile = plan.problem, plan.tile
         assert tile is not None
         assert tile.then is not None
@@ -262,7 +263,7 @@ class TritonBackward:
 
     def tensors(self, plan: Plan, x: Operands, w: Work) -> dict[str, torch.Tensor]:
         """What `steps` takes by name, in the room of a call."""
-        return w.made | self.parts(plan.problem, x, w.saved, w.room, w.space)
+        return w.made | self.buffers(plan.problem, x, w.saved, w.room, w.space)
 
     def gradients(self, plan: Plan, x: Operands, w: Work) -> Gradients:
         """What a call made."""
@@ -273,11 +274,11 @@ class TritonBackward:
         return Gradients(w.made["dq"], w.made["dk"], w.made["dv"], w.made.get("dbias"), dsinks, dtables)
 
     def marked(self, p: Problem) -> bool:
-        """Whether tiles are marked to be computed again."""
+        """Whether the kernels mark tiles that a second launch computes again."""
         return p.program.keep is not None
 
     def pairs(self, x: Operands, dout: torch.Tensor) -> dict[str, Any]:
-        """Room for split operands, by name; none here."""
+        """Room for operands as (hi, lo) pairs, by name; none here."""
         return {}
 
     def tidied(self, p: Problem, saved: Saved) -> Saved:
@@ -318,7 +319,9 @@ class TritonBackward:
             found[f"{name}_ptr"] = tensor.data_ptr()
         return found
 
-    def parts(self, p: Problem, x: Operands, saved: Saved, room: Room, space: torch.Tensor) -> dict[str, torch.Tensor]:
+    def buffers(
+        self, p: Problem, x: Operands, saved: Saved, room: Room, space: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """What launches take besides gradients, by name, as tensors; delta stands for what they do not read."""
         work = {
             "dout": saved.dout,
@@ -336,7 +339,7 @@ class TritonBackward:
     def workspace(self, p: Problem, x: Operands, saved: Saved) -> dict[str, torch.Tensor]:
         """All tensors that `launches` takes by name, new ones."""
         room, saved = self.room(p), self.tidied(p, saved)
-        return self.made(p, x) | self.parts(p, x, saved, room, room.allocate(x.q.device))
+        return self.made(p, x) | self.buffers(p, x, saved, room, room.allocate(x.q.device))
 
 
 SPEC = TritonBackward()

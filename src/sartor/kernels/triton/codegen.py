@@ -45,7 +45,7 @@ class Mods(NamedTuple):
 
 
 class Added(NamedTuple):
-    """Of one way that a score reads a table: its derivative by what is read, the place, what that varies along."""
+    """How a score reads a table: its derivative by the value read, the place, and along which dims that varies."""
 
     RISE: Any
     PLACE: Any

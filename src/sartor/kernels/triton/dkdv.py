@@ -14,7 +14,7 @@ from sartor.kernels.triton.gradients import SECTION, gradient_tile, load_rows, r
 
 
 @triton.jit
-def _sweep_queries(
+def _mainloop(
     state, lo, hi, full_lo, full_hi, k_base, v_base, k_stride, v_stride, q_base, dout_base, lse_base, delta_base,
     gains, q_stride, dout_stride, units, i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
     KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
@@ -22,7 +22,7 @@ def _sweep_queries(
     DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr, GAINS: tl.constexpr,
 ):  # fmt: skip
-    """Add the query tiles in [lo, hi) of one head to state = (dk, dv). Scores stand transposed, [N, M].
+    """The mainloop: add the query tiles in [lo, hi) of one head to state = (dk, dv). S is transposed, [N, M].
 
     Rows of queries past the end need no mask: their lse is +inf, so their weights are 0.
     """
@@ -108,7 +108,7 @@ def _dkdv_tile(
         q_units = products.head_units(units, 0, b * heads_q + h, seqlen_q, PRECISION)
         dout_units = products.head_units(units, 3, b * heads_q + h, seqlen_q, PRECISION)
         lo, hi, full_lo, full_hi = tile_bounds(COLS, b, h, present, aux, seqlen_q, BLOCK_M)
-        state = _sweep_queries(
+        state = _mainloop(
             state, lo, hi, full_lo, full_hi, k_base, v_base, k_stride, v_stride, q_base, dout_base,
             lse_log2_ptr + rows, delta_ptr + rows, gain_ptr + rows, q_stride, dout_stride,
             (q_units, k_unit, v_unit, dout_units), i_n, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
@@ -137,7 +137,7 @@ def dkdv_kernel(
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr, SAFE: tl.constexpr,
     GAINS: tl.constexpr,
 ):  # fmt: skip
-    """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
+    """One program per tile. With AGAIN, a few programs compute the marked tiles again, with SAFE to repair NaN."""
     base, begin, end, step = marks.share(
         tl.cdiv(seqlen_kv, BLOCK_N), heads_q // group * batch, AGAIN, 0 if KEEP is None else SECTION
     )  # fmt: skip

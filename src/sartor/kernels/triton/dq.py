@@ -12,7 +12,7 @@ from sartor.kernels.triton.maths import LOG2_E
 
 
 @triton.jit
-def _sweep_keys(
+def _mainloop(
     dq, lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride, lse, delta, i_m,
     k_base, v_base, k_stride, v_stride, units, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
     KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
@@ -20,7 +20,7 @@ def _sweep_keys(
     DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr, GAINS: tl.constexpr,
 ):  # fmt: skip
-    """Add the key tiles in [lo, hi) to dq; with it the sum of each row's weights, where GAINS wants it."""
+    """The mainloop: add the key tiles in [lo, hi) to dq; returned with the sums of the rows' weights, if GAINS."""
     total = tl.zeros((BLOCK_M,), tl.float32)
     o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     q_rows = i_m * BLOCK_M + o_m
@@ -91,7 +91,7 @@ def _dq_tile(
     v_units = products.head_units(units, 2, head_kv, seqlen_kv, PRECISION)
     q_unit = products.unit_of(q_units, i_m * BLOCK_M, PRECISION)
     dout_unit = products.unit_of(dout_units, i_m * BLOCK_M, PRECISION)
-    dq, total = _sweep_keys(
+    dq, total = _mainloop(
         tiles.zeros(BLOCK_M, CHUNKS), lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride,
         lse, delta, i_m, k_base, v_base, k_stride, v_stride, (q_unit, k_units, v_units, dout_unit), aux, b, h,
         seqlen_q, seqlen_kv, scale, factor,
@@ -123,7 +123,7 @@ def dq_kernel(
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr, SAFE: tl.constexpr,
     GAINS: tl.constexpr,
 ):  # fmt: skip
-    """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
+    """One program per tile. With AGAIN, a few programs compute the marked tiles again, with SAFE to repair NaN."""
     base, begin, end, step = marks.share(
         tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, AGAIN, 0 if KEEP is None else SECTION
     )  # fmt: skip

@@ -1,12 +1,12 @@
 """The portable forward: FlashAttention-2's loop order in Triton, cut to the exact head dim.
 
-One program computes BLOCK_M rows of one head, sweeping the key tiles that its mask does not empty; a uniform branch
-skips the mask in full tiles (cheaper than sweeps of their own, each of which would fill its pipeline anew). Softmax is
-online, in the log2 domain; the output is normalised once at the end (Dao 2023, section 3.1).
+One program computes BLOCK_M rows of one head. Its mainloop visits the key tiles that the mask leaves; a uniform branch
+skips the mask in full tiles, which is cheaper than a loop of their own that would fill its pipeline anew. Softmax is
+online, in the log2 domain; the epilogue normalises the output once (Dao 2023, section 3.1).
 
 A masked key whose value is NaN would reach its row through 0 * NaN. Checking every value tile would cost every call, so
-a program marks its tile when the result is not finite, and a second launch computes the marked tiles again, with care.
-Inside one launch the careful code would cost the fast code its registers.
+a program marks its tile when the result is not finite, and a second launch, the NaN repair pass, computes the marked
+tiles again. In one kernel the code of the repair would take registers from the code of the first pass.
 
 fp32_forward.py launches the same kernel on pairs of float16 (PRECISION "pairs"), and again on the tiles they do not do.
 """
@@ -49,7 +49,7 @@ if launch.available():
     from sartor.kernels.triton.maths import LN_2, LOG2_E
 
     @triton.jit
-    def _sweep(
+    def _mainloop(
         state, lo, hi, full_lo, full_hi, q_base, q_stride, i_m,
         k_base, v_base, k_stride, v_stride, units, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
         KEEP: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
@@ -57,8 +57,10 @@ if launch.available():
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
     ):  # fmt: skip
-        """Fold the key tiles in [lo, hi) into state = (m, l, acc): running maximum (its factor left out), sum, output.
-        Only tiles outside [full_lo, full_hi) look at the mask."""
+        """Fold the key tiles in [lo, hi) into state = (m, l, acc): running maximum (without factor), sum, output.
+
+        Only tiles outside [full_lo, full_hi) evaluate the mask.
+        """
         m, l, acc = state
         o_m, o_kv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         q_rows = tl.minimum(i_m * BLOCK_M + o_m, seqlen_q - 1)  # for the mods
@@ -103,7 +105,7 @@ if launch.available():
         return m, l, acc
 
     @triton.jit
-    def _finish(
+    def _epilogue(
         state, sink, scale, PRESCALE: tl.constexpr, CHUNKS_V: tl.constexpr, SINKS: tl.constexpr
     ):  # fmt: skip
         """Normalised output tile and lse, to which the scale comes as one rounding; `sink` is a logit of the row."""
@@ -159,7 +161,7 @@ if launch.available():
             tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32),
             tiles.zeros(BLOCK_M, CHUNKS_V),
         )  # fmt: skip
-        state = _sweep(
+        state = _mainloop(
             state, lo, hi, full_lo, full_hi, q_base, q_stride, i_m,
             k_base, v_base, k_stride, v_stride, (q_unit, k_units, v_units), aux, b, h, seqlen_q, seqlen_kv,
             scale, factor, KEEP, SCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
@@ -168,7 +170,7 @@ if launch.available():
         sink = 0.0
         if SINKS:
             sink = tl.load(sinks_ptr + h).to(tl.float32)
-        out, lse = _finish(state, sink, scale, PRESCALE, CHUNKS_V, SINKS)
+        out, lse = _epilogue(state, sink, scale, PRESCALE, CHUNKS_V, SINKS)
         tiles.store_tile(out_base, o_m, out_strides[2] * OUT_UNIT, seqlen_q - i_m * BLOCK_M, out, DIM_V, CHUNKS_V)
         tl.store(lse_ptr + tl.cast(head, tl.int64) * seqlen_q + q_rows, lse, mask=q_rows < seqlen_q)
         if PRECISION == "pairs":
@@ -191,7 +193,7 @@ if launch.available():
         UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
         AGAIN: tl.constexpr, SAFE: tl.constexpr,
     ):  # fmt: skip
-        """A program a tile; or, AGAIN, a few programs that compute the marked tiles again, SAFE with care for NaN."""
+        """One program per tile. With AGAIN, a few programs compute the marked tiles again, with SAFE to repair NaN."""
         base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, AGAIN, 0)
         for first in tl.range(begin, end, step * marks.ROUND, num_stages=1):
             for i in tl.range(first, marks.last(bad_ptr, first, end, step, AGAIN), step, num_stages=1):
@@ -273,7 +275,7 @@ class TritonForward:
         return self.steps(plan, x, self.results(plan, out, lse), self.pairs(x))
 
     def steps(self, plan: Plan, x: Operands, results: Results, pairs: dict[str, Any]) -> list[launch.Launch]:
-        """`launches` into given results; `pairs` are for the kernels that split their operands."""
+        """`launches` into given results; `pairs` are (hi, lo) copies of the operands, for kernels that take them so."""
         assert plan.tile is not None
         step = self.step("forward", plan, plan.tile, x, results)
         return [step, step.careful(plan.device)] if self.marked(plan.problem) else [step]
@@ -324,11 +326,11 @@ class TritonForward:
         return Results(out, lse, torch.empty(n, dtype=torch.int32, device=out.device))
 
     def marked(self, p: Problem) -> bool:
-        """Whether tiles are marked to be computed again."""
+        """Whether the kernel marks tiles that a second launch computes again."""
         return p.program.keep is not None
 
     def pairs(self, x: Operands) -> dict[str, Any]:
-        """Room for split operands, by name; none here."""
+        """Room for operands as (hi, lo) pairs, by name; none here."""
         return {}
 
 

@@ -1,8 +1,9 @@
-"""The backward of fp32_forward.py: triton_backward.py on pairs of float16.
+"""The backward of fp32_forward.py: backward.py on (hi, lo) pairs of float16.
 
-q, k, v and dout are split, then dk and dv, then dq computed from the pairs; the score gradients are split in registers,
-row by row. Tiles that the pairs do not do come out NaN, are marked, and computed again by triples of bfloat16. dbias,
-the size of a score matrix in any case, is computed by triples at once.
+A first launch writes q, k, v and dout as pairs. dq, then dk and dv are computed from the pairs; dS becomes pairs in
+registers, row by row. A tile for which pairs are not accurate enough comes out NaN and is marked; a second launch
+computes the marked tiles again from triples of bfloat16. dbias is computed from triples at once: it is as large as a
+score matrix in any case.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Fp32Backward(TritonBackward):
         return reasons(p, dev) + table_gradients.reasons(p) or launch.no_tile(self, p, dev)
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
-        """Tiles that fit shared memory and registers, best guess first; the same measure for dk, dv and for dq."""
+        """Tiles that fit shared memory and registers, best guess first; dk and dv get the same config as dq."""
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
         steps, rows = ((16, 32), (64, 32, 16)) if max(d, dv) > 128 else ((64, 32, 16, 128), (128, 64, 32, 16))
         for some, stepped, held, warps in itertools.product(launch.in_turn(dev, 2, 3, 1), steps, rows, (8, 4)):
@@ -58,7 +59,7 @@ class Fp32Backward(TritonBackward):
     def steps(
         self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor], pairs: dict[str, Any]
     ) -> list[launch.Launch]:
-        """Splits, the launches on pairs, the launches over what each of them marked."""
+        """The launches that write pairs, those that compute from pairs, and those over marked tiles."""
         p, tile, dev = plan.problem, plan.tile, plan.device
         assert tile is not None
         assert tile.then is not None
@@ -91,7 +92,7 @@ class Fp32Backward(TritonBackward):
         return 4 * (d + dv) * (held + stages * stepped) + 8192
 
     def marked(self, p: Problem) -> bool:
-        """Always: what pairs do not do is computed again."""
+        """Always: tiles for which pairs are not accurate enough are computed again."""
         return True
 
     def pairs(self, x: Operands, dout: torch.Tensor) -> dict[str, Any]:
@@ -100,13 +101,13 @@ class Fp32Backward(TritonBackward):
 
 
 def _exact_dkdv(p: Problem, tile: Tile) -> Tile:
-    """The measure of the second computation: the same rows, for their marks, and few queries: registers are short."""
+    """The config of the second computation: the same keys, since marks are by tile, and few queries, for registers."""
     return Tile(16, tile.block_n, 8 if tile.block_n >= 128 or max(p.dim, p.dim_v) > 128 else 4, 1)
 
 
 def _exact_dq(p: Problem, tile: Tile) -> Tile:
-    turned = _exact_dkdv(p, Tile(tile.block_n, tile.block_m))
-    return Tile(turned.block_n, turned.block_m, turned.warps, 1)
+    swapped = _exact_dkdv(p, Tile(tile.block_n, tile.block_m))
+    return Tile(swapped.block_n, swapped.block_m, swapped.warps, 1)
 
 
 SPEC = Fp32Backward()

@@ -1,9 +1,9 @@
-"""The portable forward of float32 inputs at float32 accuracy on tensor cores: triton_forward.py on pairs of float16.
+"""The portable forward of float32 inputs at float32 accuracy on tensor cores: forward.py on pairs of float16.
 
-Three kinds of launch, and no word from the device to the host in between. q, k and v are split (triton/split.py). Every
-tile is computed from the pairs (triton/products.py) and marked where they do not do: not finite, or scores that are not
-resolved. Marked tiles, mostly none, are computed again from the tensors themselves, by triples of bfloat16 that the
-compiler makes: six products instead of three, with the range of float32.
+Three kinds of launch, between which the host waits for nothing. The first writes q, k and v as pairs (split.py). The
+second computes every tile from the pairs (products.py), and marks a tile whose result is not finite, or whose
+scores the pairs do not resolve. The third computes the marked tiles, mostly none, again from the tensors themselves,
+by triples of bfloat16 that the compiler makes: six products instead of three, with the range of float32.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Fp32Forward(TritonForward):
         return super().shared_bytes(plan) - held_bytes(plan.problem, plan.device, plan.tile.block_m)
 
     def steps(self, plan: Plan, x: Operands, results: Results, pairs: dict[str, Any]) -> list[launch.Launch]:
-        """Splits, the launch on pairs, the launches over what it marked."""
+        """The launches that write pairs, the one that computes from them, and those over the tiles that it marked."""
         p, tile = plan.problem, plan.tile
         assert tile is not None
         halves = replace(x, q=pairs["q"].data, k=pairs["k"].data, v=pairs["v"].data)
@@ -106,7 +106,7 @@ class Fp32Forward(TritonForward):
         yield f"the forward splits q, k and v into pairs of float16: {size / 2**20:.1f} MiB beside them"
 
     def marked(self, p: Problem) -> bool:
-        """Always: what pairs do not do is computed again."""
+        """Always: tiles for which pairs are not accurate enough are computed again."""
         return True
 
     def pairs(self, x: Operands) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def exact_bytes(p: Problem, dims: int, rows: int) -> int:
 
 
 def exact_tile(p: Problem, tile: Tile) -> Tile:
-    """The measure of the second computation: the same rows, for their marks, and few keys: registers are short."""
+    """The config of the second computation: the same rows, since marks are by tile, and few keys, to save registers."""
     return Tile(tile.block_m, 16 if p.dim > 128 else 32, max(tile.warps, tile.block_m // 16), 1)
 
 

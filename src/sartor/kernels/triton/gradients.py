@@ -1,4 +1,4 @@
-"""What every kernel of a backward makes first: the rows' lse and delta, weights and score gradients of a tile."""
+"""What every kernel of a backward computes first: lse and delta of the rows, P and dS of a tile."""
 
 from __future__ import annotations
 

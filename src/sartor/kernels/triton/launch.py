@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LOG2_E = 1.4426950408889634
 RUNTIME = ("batch", "heads_q", "seqlen_q", "seqlen_kv")  # what a kernel is not compiled anew for
 EMPTY: Mapping[str, dict[str, Any]] = {}
-PLAIN = {"units": (), "AGAIN": False, "SAFE": False}  # a first launch on tensors as they are, not on pairs
+PLAIN = {"units": (), "AGAIN": False, "SAFE": False}  # of a first pass, on tensors as they are: no units of pairs
 TENSOR_COLUMNS = 512  # of tensor memory, of 32 bits
 
 
@@ -158,12 +158,12 @@ class Launch(NamedTuple):
         return self._replace(arguments=self.arguments | arguments)
 
     def again(self, dev: Device, name: str, **arguments: Any) -> Launch:
-        """The same kernel over the tiles that were marked: few programs, which mostly find nothing to do."""
+        """The same kernel over the marked tiles: a few programs, which mostly find no mark."""
         step = self.changed(AGAIN=True, **arguments)
         return step._replace(name=f"{self.name} {name}", grid=min(self.grid, 2 * (dev.sm_count or 1)))
 
     def careful(self, dev: Device) -> Launch:
-        """The tiles that came out non-finite, with care for NaN."""
+        """The NaN repair pass: the tiles that came out non-finite, computed without what the mask hides."""
         return self.again(dev, "repair", SAFE=True)
 
 

@@ -1,11 +1,11 @@
-"""Which tiles a program computes: its own; or, AGAIN, those of its share that a launch before has marked.
+"""Which tiles a program computes: its own, or with AGAIN those of its share that an earlier launch has marked.
 
     base, begin, end, step = marks.share(tiles_head, heads, AGAIN, SECTION)
     for i in tl.range(begin, end, step):
         if marks.wanted(marks_ptr + base + i, AGAIN):
             ... tile base + i
 
-A program with a tile of its own has constants for bounds: a loop of one turn, of which the compiler leaves nothing.
+Without AGAIN the bounds are constants: the compiler removes a loop of one iteration.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ROUND = tl.constexpr(128)  # marks that one load looks at; mostly none is set
 
 @triton.jit
 def share(tiles_head, heads, AGAIN: tl.constexpr, SECTION: tl.constexpr):
-    """(base, begin, end, step) of the program's tiles: base + i for the i in the range.
+    """(base, begin, end, step) of the program's tiles: base + i for each i in the range.
 
-    Tiles come head by head; or, of SECTION heads at a time, the first tiles of all, then the second ones.
+    Programs take tiles head by head; with SECTION the first tiles of so many heads, then their second tiles, and so on.
     """
     program = tl.program_id(0)
     if AGAIN:
