@@ -12,13 +12,14 @@ PAGES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md",
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 EXAMPLES = {f.name for f in (ROOT / "examples").glob("*.py")} - {"drop_in_sdpa.py", "long_context.py"}
 MOST_LINES = {"README.md": 150, "docs/design.md": 200}
+BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$|^ {4}.*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)]*))?\)")
 
 
 def anchors(text: str) -> set[str]:
     """Of the headings of a page, as GitHub and the site make them."""
-    headings = re.findall(r"^#+ +(.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    headings = re.findall(r"^#+ +(.*)$", BLOCK.sub("", text), re.MULTILINE)
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", h.lower()).strip()) for h in headings}
 
 
