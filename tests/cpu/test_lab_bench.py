@@ -172,7 +172,7 @@ def test_first_calls_are_those_of_fresh_processes(
     monkeypatch.setattr(fresh, "_process", lambda given, caches: seen.append(caches) or process(given, caches))
     first = replace(suite(replace(SMALL, mode="bwd"), who=("sartor", "sdpa-flash")), fresh=True)
     session = Session(Run.start(first.name, CPU), CPU)
-    found, _ = views.run(views.console(), first, session, tmp_path, plot=True, record=True)
+    found = views.run(views.console(), first, session, tmp_path, plot=True, record=tmp_path).records
     views.show(views.console(), found, first, session)
     assert "first call in seconds" in capsys.readouterr().out
     ours, flash = records.read(tmp_path / "cpu" / "tiny.jsonl")

@@ -27,7 +27,9 @@ Made = TypeVar("Made")
 def reasons(p: Problem, dev: Device) -> list[str]:
     """What every kernel of this kind needs of the machine, the lengths and what the mods read."""
     why = []
-    if dev.arch != 90:
+    if dev.is_cpu:
+        why.append("needs an NVIDIA GPU of compute capability 9.0, this is a CPU")
+    elif dev.arch != 90:
         why.append(f"needs compute capability 9.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
     elif nvrtc.missing():
         why.append(nvrtc.missing())
