@@ -33,6 +33,7 @@ class Prepared:
     template: Template
     any_layout: bool  # whether the forward kernel takes and gives layout bhsd too
     backwards: dict[bool, Plan] = field(default_factory=dict)  # by whether results must have the same bits every time
+    layouts: tuple[Any, ...] = ()  # strides, and offset from 16 bytes, of what autograd saves: for all calls of the key
 
     def operands(self, call: Call, lse: bool = True) -> Operands:
         """The data of one call, dense in the last dim, in a layout that the forward kernel takes."""
@@ -155,13 +156,14 @@ class _Attention(torch.autograd.Function):
         ctx.tables = len(tables), dict(enumerate(call.table_gradients or ())), [(t.dtype, t.shape) for t in tables]
         ctx.dtypes = (None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype)
         saved = x.q, x.k, x.v, x.sinks, out, lse, *(a for a in x.aux if isinstance(a, Tensor))
-        ctx.layouts = tuple(None if t is None else (t.stride(), t.data_ptr() & 15) for t in saved)
+        if not prepared.layouts:
+            prepared.layouts = tuple(None if t is None else (t.stride(), t.data_ptr() & 15) for t in saved)
         ctx.save_for_backward(*saved)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.layouts)
+        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.prepared.layouts)
         left = iter(tensors)
         aux = tuple(next(left) if a is None else a for a in ctx.prepared.template)
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
@@ -302,19 +304,24 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _operator_backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+    return gradients_by(torch.ops.sartor.attention_backward, ctx, dout, dlse)
+
+
+def gradients_by(backward: Any, ctx: Any, dout: Any, dlse: Any, place: tuple[Any, ...] = ()) -> Any:
+    """The gradients of an operator's inputs, `place` and then those of `sartor::attention`, by its backward."""
     n = ctx.n_mod_tensors
     *tensors, out, lse = ctx.saved_tensors
     inputs, mod_tensors = tensors[:7], list(tensors[7 : 7 + n])
     dout = torch.zeros_like(out) if dout is None else dout
-    wanted, first = ctx.needs_input_grad[3], tensors_of(ctx.options[0])
+    wanted, first = ctx.needs_input_grad[len(place) + 3], tensors_of(ctx.options[0])
     tables = [i for i, t in enumerate(mod_tensors[first:]) if t.requires_grad]
-    g = torch.ops.sartor.attention_backward(dout, dlse, out, lse, wanted, tables, *inputs, mod_tensors, *ctx.options)
+    g = backward(dout, dlse, out, lse, wanted, tables, *place, *inputs, mod_tensors, *ctx.options)
     dbias, dsinks = g[3] if wanted else None, None if inputs[6] is None else g[4]
     of_mods: list[Any] = [None] * n
     sizes = [mod_tensors[first + i].numel() for i in tables]
     for i, d in zip(tables, g[5].split(sizes) if tables else (), strict=True):
         of_mods[first + i] = d.view(mod_tensors[first + i].shape).to(mod_tensors[first + i].dtype)
-    return *g[:3], dbias, None, None, dsinks, of_mods, *([None] * len(ctx.options))
+    return *[None] * len(place), *g[:3], dbias, None, None, dsinks, of_mods, *([None] * len(ctx.options))
 
 
 def _no_double_backward(ctx: Any, *gradients: Any) -> Any:

@@ -58,15 +58,15 @@ def test_example(file):
     assert torch.get_default_dtype() is dtype
 
 
-PAGES = sorted((Path(__file__).parents[2] / "docs" / "how-to").glob("*.md"))
-RUN = ("transformers", "pytorch", "diffusers", "flash-attn")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS.parent / "README.md", DOCS / "index.md", *sorted((DOCS / "how-to").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.stem in RUN], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_the_code_of_a_page_runs(page, tmp_path):
     """Its blocks one after another, as a reader would type them."""
     file = tmp_path / "page.py"
-    file.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)))
+    file.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)))
     missing = [n for n in libraries(file) if n not in STANDINS and importlib.util.find_spec(n) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")

@@ -68,6 +68,36 @@ def _value(leaf: Leaf) -> Any:
     return ctypes.c_float(leaf.value).value if leaf.letter == "f" else leaf.value
 
 
+def as_written(compiled: Any, letters: list[str | None]) -> bool:
+    """Whether the parameters of a compiled kernel are these, and the pointers to scratch."""
+    if None in letters:
+        return False
+    sizes = [driver.SIZES[letter or ""] for letter in letters] + [driver.SIZES["P"]] * SCRATCH
+    return sizes == parameters(compiled.asm["ptx"])
+
+
+class Open:
+    """A compiled kernel of which every argument may change with each call: tensors first, then numbers."""
+
+    def __init__(self, compiled: Any, letters: str) -> None:
+        metadata, n = compiled.metadata, len(letters)
+        self.function, fixed = ctypes.c_void_p(compiled.function), {n + i: 0 for i in range(SCRATCH)}
+        block = 32 * metadata.num_warps
+        self.launcher = driver.Launcher(metadata.name, block, metadata.shared, letters + "P" * SCRATCH, fixed)
+
+    @classmethod
+    def of(cls, compiled: Any, version: tuple[int, ...]) -> Open | None:
+        """None where Triton had better launch it."""
+        kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+        letters = ["P" if kind[0] == "*" else LETTERS.get(kind) for kind in kinds]
+        known = KNOWN[0] <= version <= KNOWN[1] and plain(compiled.metadata) and as_written(compiled, letters)
+        return cls(compiled, "".join(letter or "" for letter in letters)) if known else None
+
+    def start(self, grid: int, addresses: Sequence[int], numbers: Sequence[int], stream: int) -> None:
+        """Launch."""
+        self.launcher.start(self.function, (grid, 1, 1), stream, (*addresses, *numbers))
+
+
 class Direct:
     """A compiled kernel with everything about a launch of it that no call changes."""
 
@@ -88,10 +118,7 @@ class Direct:
         if not KNOWN[0] <= version <= KNOWN[1] or list(signature) != list(arguments) or not plain(compiled.metadata):
             return None
         found = [leaf for name, kind in signature.items() for leaf in leaves(kind, arguments[name], name)]
-        if any(leaf.letter is None for leaf in found):
-            return None
-        sizes = [driver.SIZES[leaf.letter or ""] for leaf in found] + [driver.SIZES["P"]] * SCRATCH
-        return cls(compiled, found, grid) if sizes == parameters(compiled.asm["ptx"]) else None
+        return cls(compiled, found, grid) if as_written(compiled, [leaf.letter for leaf in found]) else None
 
     def addresses(self, arguments: dict[str, Any]) -> Sequence[int]:
         """What changes, in the order of the parameters; 0 for what is not among `arguments`."""
