@@ -88,7 +88,7 @@ class Direct:
         found = [leaf for name, kind in signature.items() for leaf in leaves(kind, arguments[name], name)]
         if any(leaf.letter is None for leaf in found):
             return None
-        sizes = [driver.SIZES[leaf.letter or ""] for leaf in found] + [driver.SIZES["P"]] * SCRATCH
+        sizes = [driver.size(leaf.letter or "") for leaf in found] + [driver.size("P")] * SCRATCH
         return cls(compiled, found, grid) if sizes == parameters(compiled.asm["ptx"]) else None
 
     def addresses(self, arguments: dict[str, Any]) -> list[int]:
