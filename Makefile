@@ -14,7 +14,7 @@ CORE   := $(addprefix tests/cpu/test_,\
 .PHONY: bench test test-torch lint fix clean
 
 bench: $(STAMP)
-	$(BIN)/python -m sartor.cli bench --quick --max-seconds 180
+	$(BIN)/python -m sartor bench --quick --max-seconds 180
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS)

@@ -17,6 +17,3 @@ def main() -> None:
 
     app(prog_name="sartor")
 
-
-if __name__ == "__main__":
-    main()

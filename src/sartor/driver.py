@@ -34,10 +34,12 @@ def library() -> Any:
     found = ctypes.WinDLL("nvcuda") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")  # type: ignore[attr-defined]
     start, integer, pointer = found.cuLaunchKernel, ctypes.c_uint, ctypes.c_void_p
     start.argtypes = [pointer, *[integer] * 7, pointer, pointer, pointer]
+    encode = found.cuTensorMapEncodeTiled
+    encode.argtypes = [pointer, integer, integer, pointer, pointer, pointer, pointer, pointer, *[integer] * 4]
     return found
 
 
-def _name(status: int) -> str:
+def name_of(status: int) -> str:
     """Of a CUresult."""
     name = ctypes.c_char_p()
     library().cuGetErrorName(status, ctypes.byref(name))
@@ -115,4 +117,4 @@ class Launcher:
         self._frames.append(frame)
         if status:
             shape = f"grid {grid}, block {self.block.value}, {self.shared.value} bytes of shared memory"
-            raise LaunchError(f"{self.name} ({shape}) did not launch: {_name(status)}")
+            raise LaunchError(f"{self.name} ({shape}) did not launch: {name_of(status)}")

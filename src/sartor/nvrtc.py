@@ -18,10 +18,10 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sartor import cache as disk
 from sartor import driver
@@ -256,7 +256,6 @@ class Kernel:
         self.changing = [name for name in names if name not in self.fixed]
         fixed_at = {names.index(name): value for name, value in self.fixed.items()}
         self._launcher = driver.Launcher(self.name, block, shared, params.codes, fixed_at)
-        self._names = set(self.changing)
         self._handles: dict[int, ctypes.c_void_p] = {}
 
     def launch(self, grid: int | tuple[int, int, int], values: Mapping[str, Any], stream: int | None = None) -> None:
@@ -265,17 +264,17 @@ class Kernel:
         Raises TypeError where a value is missing or one too many, LaunchError with the driver's reason; errors of the
         kernel itself come later, as CUDA's do.
         """
-        if values.keys() != self._names:
-            raise TypeError(f"{self.name} takes {', '.join(self.changing)}, got {', '.join(values)}")
         import torch
+
+        given = [values[name] for name in self.changing if name in values]
+        if not len(given) == len(values) == len(self.changing):
+            raise TypeError(f"{self.name} takes {', '.join(self.changing)}, got {', '.join(values)}")
 
         device = torch._C._cuda_getDevice()
         handle = self._handles.get(device) or self._load(device)
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(device)
-        self._launcher.start(
-            handle, (grid, 1, 1) if isinstance(grid, int) else grid, stream, [values[name] for name in self.changing]
-        )
+        self._launcher.start(handle, (grid, 1, 1) if isinstance(grid, int) else grid, stream, given)
 
     def _load(self, device: int) -> ctypes.c_void_p:
         """The driver's handle on a device; more shared memory than 48 KiB is asked for once, here."""
@@ -296,7 +295,11 @@ class Kernel:
             return handle
 
 
-_SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
+# Enumerators of cuda.h, whose names they have
+_MAP_DTYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_TYPE_
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_, by bytes
+_INTERLEAVE_NONE, _PROMOTE_64B, _PROMOTE_256B, _ZEROS_BEYOND = 0, 1, 3, 0
+MAP_ALIGNMENT = 64  # bytes, of a CUtensorMap
 
 
 class TensorMaps(dict[int, bytes]):
@@ -332,19 +335,31 @@ def tensor_map(
 
     Reads beyond `sizes` give zeros. Raises LaunchError with the arguments where the driver refuses them.
     """
-    from cuda.bindings import driver as bindings
+    given = _map_arguments(dtype, sizes, strides, box, swizzle)
+    room = ctypes.create_string_buffer(128 + MAP_ALIGNMENT)
+    start = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    status = driver.library().cuTensorMapEncodeTiled(start, given.kind, given.rank, address, *given.rest)
+    if status:
+        why = driver.name_of(status)
+        raise LaunchError(f"tensor map of sizes {sizes}, strides {strides}, box {box}, at {address:#x}: {why}")
+    return ctypes.string_at(start, 128)
 
-    enum, promotion = bindings.CUtensorMapSwizzle, bindings.CUtensorMapL2promotion
+
+class _MapArguments(NamedTuple):
+    """What cuTensorMapEncodeTiled takes beside the map and the address."""
+
+    kind: int
+    rank: int
+    rest: tuple[Any, ...]
+
+
+@lru_cache(maxsize=1024)
+def _map_arguments(
+    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> _MapArguments:
+    """They stay while addresses change, with every call of a training step."""
+    rank, wide, narrow = len(sizes), ctypes.c_uint64, ctypes.c_uint32
     aligned = all(n % 32 == 0 for n in strides)  # where rows do not start on sectors, fetching more around them costs
-    status, result = bindings.cuTensorMapEncodeTiled(
-        getattr(bindings.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"), len(sizes), address,
-        [bindings.cuuint64_t(n) for n in sizes], [bindings.cuuint64_t(n) for n in strides],
-        [bindings.cuuint32_t(n) for n in box], [bindings.cuuint32_t(1)] * len(sizes),
-        bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(enum, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[swizzle]}"),
-        promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B if aligned else promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_64B,
-        bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )  # fmt: skip
-    if status != bindings.CUresult.CUDA_SUCCESS:
-        raise LaunchError(f"tensor map of sizes {sizes}, strides {strides}, box {box}: {status.name}")
-    return ctypes.string_at(result.getPtr(), 128)
+    arrays = (wide * rank)(*sizes), (wide * len(strides))(*strides), (narrow * rank)(*box), (narrow * rank)(*[1] * rank)
+    options = _INTERLEAVE_NONE, _SWIZZLES[swizzle], _PROMOTE_256B if aligned else _PROMOTE_64B, _ZEROS_BEYOND
+    return _MapArguments(_MAP_DTYPES[dtype], rank, (*arrays, *options))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dialects
-from sartor import kernels, mods, nvrtc
+from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.hopper.forward import Measure
 from sartor.kernels.spec import Plan, Tile
@@ -208,10 +208,11 @@ def test_reasons():
         ({"dtype": torch.float32}, "float16 or bfloat16"), ({"dim": 264}, "up to 256"),
         ({"seqlen_kv": 0}, "0 keys"), ({"rows_on_16_bytes": False}, "16 bytes"),
     ):  # fmt: skip
-        assert any(words in why for why in SPEC.why_not(replace(p, **changed), DEVICE))
-    assert "8.0" in SPEC.why_not(p, ARCHITECTURES[80])[0]
-    assert SPEC.why_not(p, DEVICE) == []
-    assert SPEC.why_not(replace(problem(33), rows_on_16_bytes=False), DEVICE) == []  # copied, once, with zeros
+        assert any(words in why for why in plan.against(SPEC.name, replace(p, **changed), DEVICE))
+    assert "8.0" in plan.against(SPEC.name, p, ARCHITECTURES[80])[0]
+    assert plan.against(SPEC.name, p, DEVICE) == []
+    unaligned = replace(problem(33), rows_on_16_bytes=False)
+    assert plan.against(SPEC.name, unaligned, DEVICE) == []  # copied, once, with zeros
 
 
 def test_registers_are_told():
@@ -223,4 +224,4 @@ def test_registers_are_told():
 def test_a_dtype_cuda_has_no_name_for_is_refused():
     table = meta(1, 1, 1, 1000, dtype=torch.uint16)
     p = problem(mask=mods.Mask(lambda b, h, q, kv, aux: aux[0] < 3, (table,)))
-    assert any("torch.uint16" in why for why in SPEC.why_not(p, DEVICE))
+    assert any("torch.uint16" in why for why in plan.against(SPEC.name, p, DEVICE))

@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 import torch
 
-from sartor import kernels, mods, nvrtc
+from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Tile
 from sartor.problem import Call, Problem
@@ -129,7 +129,8 @@ def test_reasons():
         ({"precision": "tf32"}, "ieee"),
         ({"seqlen_kv": 0}, "0 keys"),
     ):  # fmt: skip
-        assert any(words in why for why in SPEC.why_not(replace(p, **changed), DEVICE))
-    assert "8.0" in SPEC.why_not(p, ARCHITECTURES[80])[0]
-    assert SPEC.why_not(p, DEVICE) == []
-    assert SPEC.why_not(replace(problem(33), rows_on_16_bytes=False), DEVICE) == []  # the pairs are rows of their own
+        assert any(words in why for why in plan.against(SPEC.name, replace(p, **changed), DEVICE))
+    assert "8.0" in plan.against(SPEC.name, p, ARCHITECTURES[80])[0]
+    assert plan.against(SPEC.name, p, DEVICE) == []
+    unaligned = replace(problem(33), rows_on_16_bytes=False)
+    assert plan.against(SPEC.name, unaligned, DEVICE) == []  # the pairs are rows of their own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sartor import kernels, mods, nvrtc
+from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Operands, Plan, Saved
 from sartor.kernels.triton import launch
@@ -64,11 +64,11 @@ def test_reasons():
         (problem(mask=meta(1000, dtype=torch.bool)), "one interval"),
         (problem(mask=mods.document(ids)), "one interval"),
     ):
-        assert any(words in why for why in SPEC.why_not(p, DEVICE))
-        assert kernels.load("fp32_backward").why_not(p, DEVICE) == []
+        assert any(words in why for why in plan.against(SPEC.name, p, DEVICE))
+        assert plan.against("fp32_backward", p, DEVICE) == []
     for options in ({}, {"causal": "top_left"}, {"window": (100, 3)}, {"sinks": meta(4)}, {"heads": (6, 2)}):
-        assert SPEC.why_not(problem(**options), DEVICE) == []
-    assert any("8.0" in why for why in SPEC.why_not(problem(), ARCHITECTURES[80]))
+        assert plan.against(SPEC.name, problem(**options), DEVICE) == []
+    assert any("8.0" in why for why in plan.against(SPEC.name, problem(), ARCHITECTURES[80]))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -31,7 +31,7 @@ MAY = {
     "api": {"checks", "ops", "plan", "problem", "device", "mods"},
     "testing": {"api", "kernels", "problem", "mods"},
     "compat": {"api", "checks", "mods", "lengths"},
-    "distributed": {"api", "checks", "compat", "kernels", "mods", "ops", "plan", "problem"},
+    "distributed": {"api", "cache", "checks", "compat", "kernels", "mods", "ops", "plan", "problem"},
     "integrations": {"api", "checks", "compat", "mods", "ops", "problem"},
     "nn": {"api", "mods"},
 }

@@ -80,8 +80,9 @@ def attention(
             shard of q, seqlen_kv), keys in the order of the sequence. With queries on their own axis they are refused
             by "ulysses" and "usp".
         mask, score: tensors that they read are those of the whole sequence, the same on all ranks.
-        sinks: the same on all ranks. Its gradient, and that of a bias without queries, is what this rank's queries and
-            heads add to it: sum it over the group as that of every parameter that all ranks hold.
+        sinks: the same on all ranks. Its gradient, that of a bias without queries, and those of tensors that a score
+            reads are what this rank's queries and heads add: sum them over the group as those of every parameter that
+            all ranks hold.
         Others: as in `sartor.attention`.
 
     Returns:

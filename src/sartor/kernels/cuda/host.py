@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -90,8 +90,13 @@ def kept(make: Callable[[], Made]) -> Made:
 
 
 def like(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A float32 tensor for `empty_like`, which parses fewer arguments than `empty`: one number, expanded."""
-    return kept(lambda: torch.empty(1, dtype=torch.float32, device=device)).expand(shape)
+    """A float32 tensor for `empty_like`, which parses fewer arguments than `empty`: one number a device, expanded."""
+    return _one(device).expand(shape)
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    return kept(lambda: torch.empty(1, dtype=torch.float32, device=device))
 
 
 def workspace(device: torch.device, marks: int = 0) -> torch.Tensor:

@@ -352,6 +352,7 @@ class Ready:
     steps: list[tuple[Step, bool]]  # with whether aux values follow
     reads: bool  # whether there are tensors among the aux values, which then are every call's own
     untidy: tuple[bool, bool]  # whether dout and out are copied
+    pointers: tuple[str, ...]  # what the launches of Triton call the addresses, in the order of `run`
 
     @classmethod
     def of(cls, p: Problem, x: Operands, saved: Saved, key: object) -> Ready:
@@ -369,7 +370,12 @@ class Ready:
             steps.append((Step.sweep(m, binary, tensors, aux), True))
             if m.fused:
                 steps.append((Step.round(m, binary, tensors["dq"]), False))
-        return cls(key, room(p), steps, reads, (dout is not saved.dout, out is not saved.out))
+        space = room(p)
+        names = ("q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv", *space.places)
+        return cls(
+            key, space, steps, reads, (dout is not saved.dout, out is not saved.out),
+            tuple(f"{name}_ptr" for name in names),
+        )  # fmt: skip
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """The launches of one call, on the current stream."""
@@ -406,7 +412,7 @@ class Ready:
     def mend(self, plan: Plan, x: Operands, saved: Saved, at: dict[str, int], made: dict[str, torch.Tensor]) -> None:
         """Compute the tiles again that were marked. `made` are the gradients and the workspace, `at` all addresses."""
         p, room = plan.problem, made["room"]
-        changed: dict[str, Any] = {f"{name}_ptr": address for name, address in at.items()}
+        changed: dict[str, Any] = dict(zip(self.pointers, at.values(), strict=True))
         if self.reads:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
         if not launch.again(changed, plan.cache, self.key):

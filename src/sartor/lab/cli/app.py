@@ -40,14 +40,20 @@ def main(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="under torchrun: measure kernels and links, for method='auto'")
+    ] = False,
+) -> None:
     """What this machine has, and whether attention is right on it. Exit code 1 if not."""
     from rich.console import Console
 
-    from sartor.lab.measure.doctor import examine
+    from sartor.lab.measure import doctor, links
 
     console, wrong = Console(), 0
-    for finding in examine():
+    with friendly():
+        findings = list(links.examine()) if distributed else doctor.examine()
+    for finding in findings:
         mark = {None: " ", True: "[green]ok[/]", False: "[red]no[/]"}[finding.ok]
         console.print(f"{mark:>2} [bold]{finding.what}[/]: {finding.found}", highlight=False)
         wrong += finding.ok is False

@@ -205,7 +205,7 @@ def _kept(stage: Stage, limit_s: float) -> str:
 
 def _outcome(stage: Stage, limit_s: float) -> str:
     """Nothing, or what went wrong. Who is stopped takes along whom it has started."""
-    command = [sys.executable, "-m", "sartor.cli", *stage.arguments]
+    command = [sys.executable, "-m", "sartor", *stage.arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         try:
