@@ -78,7 +78,7 @@ def test_frames(name, dtype, options):
         frame = direct.driver.Frame(launcher.letters, launcher.fixed)
         frame.write(found.addresses({name: places(value) for name, value in step.arguments.items()}))
         kept = [KINDS[c].from_address(at).value for c, at in zip(launcher.letters, frame.pointers, strict=True)]
-        assert [direct.driver.SIZES[c] for c in launcher.letters] == direct.parameters(compiled.asm["ptx"])
+        assert [direct.driver.size(c) for c in launcher.letters] == direct.parameters(compiled.asm["ptx"])
         wanted = [
             leaf.value
             for name, kind in compiled.src.signature.items()
