@@ -6,7 +6,9 @@ needs to see an operator (torch.compile, FakeTensor, FLOP counting, torch.jit.tr
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from sartor.device import Device
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost
 from sartor.mods.core import lookup, tensors_of
 from sartor.mods.recent import Recent
-from sartor.plan import choose, choose_backward
+from sartor.plan import advice, choose, choose_backward
 from sartor.problem import Call, Problem, Template, aux_values, wide
 
 Tensor = torch.Tensor
@@ -77,9 +79,16 @@ def prepare(call: Call) -> Prepared:
         problem, template = Problem.parse(call)
         device = Device.of(call.q.device)
         forward = own(choose(problem, device))
+        if sentence := advice(problem, device, forward):
+            _warn_once(sentence)
         found = Prepared(problem, device, forward, template, getattr(forward.kernel, "any_layout", False))
         _PREPARED.add(key, found)
     return found
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=6)  # the line that calls `attention`
 
 
 def run(call: Call, lse: bool) -> tuple[Tensor, Any]:

@@ -6,6 +6,8 @@ import ast
 import importlib.util
 import re
 import runpy
+import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -42,6 +44,13 @@ def test_there_are_some():
     assert FILES
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    """No arguments, and files go where they are taken away."""
+    monkeypatch.setattr(sys, "argv", ["example"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 def test_example(file):
     missing = [name for name in libraries(file) if importlib.util.find_spec(name) is None]
@@ -56,6 +65,14 @@ def test_example(file):
         runpy.run_path(str(file), run_name="__main__")
     assert F.scaled_dot_product_attention is function
     assert torch.get_default_dtype() is dtype
+
+
+def test_the_gallery_is_a_picture_where_it_is_wanted(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = next(f for f in FILES if f.stem == "gallery")
+    monkeypatch.setattr(sys, "argv", [str(file), str(tmp_path / "wanted.png")])
+    runpy.run_path(str(file), run_name="__main__")
+    assert (tmp_path / "wanted.png").read_bytes().startswith(b"\x89PNG")
 
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -217,8 +217,10 @@ def _varying(template: Mask, item: bool, query: bool, key: bool) -> Mask:
 
 def _check_integers(name: str, t: Any, shape: str, dims: tuple[int, ...]) -> None:
     dense(name, t)
-    if t.dtype not in INTEGERS or t.dim() not in dims:
-        raise ValueError(f"{name} must be integers of shape {shape}, got {t.dtype} {tuple(t.shape)}")
+    if t.dim() not in dims:
+        raise ValueError(f"{name} must have shape {shape}, got {t.dim()} dims: {tuple(t.shape)}")
+    if t.dtype not in INTEGERS:
+        raise ValueError(f"{name} must hold integers, got dtype {t.dtype}")
 
 
 def _as_int32(ids: torch.Tensor, kv_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
