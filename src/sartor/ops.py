@@ -35,6 +35,7 @@ class Prepared:
     template: Template
     any_layout: bool  # whether the forward kernel takes and gives layout bhsd too
     backwards: dict[bool, Plan] = field(default_factory=dict)  # by whether results must have the same bits every time
+    layouts: tuple[Any, ...] = ()  # strides, and offset from 16 bytes, of what autograd saves: for all calls of the key
 
     def operands(self, call: Call, lse: bool = True) -> Operands:
         """The data of one call, dense in the last dim, in a layout that the forward kernel takes."""
@@ -96,7 +97,7 @@ def run(call: Call, lse: bool) -> tuple[Tensor, Any]:
     if torch.is_grad_enabled() and call.needs_gradient:
         call_, given = call.bshd(), "bshd"
         tables = call.score.tensors if call.table_gradients else ()  # type: ignore[union-attr]
-        out, found = _Attention.apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared, *tables)
+        out, found = _apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared, *tables)
     else:
         x = prepared.operands(call, lse)
         given = x.layout
@@ -164,19 +165,23 @@ class _Attention(torch.autograd.Function):
         ctx.tables = len(tables), dict(enumerate(call.table_gradients or ())), [(t.dtype, t.shape) for t in tables]
         ctx.dtypes = (None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype)
         saved = x.q, x.k, x.v, x.sinks, out, lse, *(a for a in x.aux if isinstance(a, Tensor))
-        ctx.layouts = tuple(None if t is None else (t.stride(), t.data_ptr() & 15) for t in saved)
+        if not prepared.layouts:
+            prepared.layouts = tuple(None if t is None else (t.stride(), t.data_ptr() & 15) for t in saved)
         ctx.save_for_backward(*saved)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.layouts)
+        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.prepared.layouts)
         left = iter(tensors)
         aux = tuple(next(left) if a is None else a for a in ctx.prepared.template)
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        with torch.no_grad():
-            g = _backward(ctx.prepared, Operands(q, k, v, sinks, aux), saved)
-        if torch.is_grad_enabled():  # create_graph=True: say so if the graph is used, instead of a gradient of zero
+        x = Operands(q, k, v, sinks, aux)
+        if not torch.is_grad_enabled():
+            g = _backward(ctx.prepared, x, saved)
+        else:  # create_graph=True: say so if the graph is used, instead of a gradient of zero
+            with torch.no_grad():
+                g = _backward(ctx.prepared, x, saved)
 
             def last(t: Any) -> Any:
                 return None if t is None else _Last.apply(t.requires_grad_(), dout, q, k, v)
@@ -187,6 +192,10 @@ class _Attention(torch.autograd.Function):
         dbias = None if bias is None or g.dbias is None else g.dbias.to(bias[0]).view(bias[1])
         dsinks = None if g.dsinks is None else g.dsinks.to(sinks_dtype)
         return g.dq, g.dk, g.dv, dbias, dsinks, None, None, *_of_tables(g, *ctx.tables)
+
+
+# Function.apply without its look for functorch's wrappers, which a call on plain tensors has behind it
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 def _of_tables(g: Gradients, count: int, wanted: dict[int, int], made_of: list[Any]) -> list[Any]:
@@ -304,19 +313,24 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _operator_backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+    return gradients_by(torch.ops.sartor.attention_backward, ctx, dout, dlse)
+
+
+def gradients_by(backward: Any, ctx: Any, dout: Any, dlse: Any, place: tuple[Any, ...] = ()) -> Any:
+    """The gradients of an operator's inputs, `place` and then those of `sartor::attention`, by its backward."""
     n = ctx.n_mod_tensors
     *tensors, out, lse = ctx.saved_tensors
     inputs, mod_tensors = tensors[:7], list(tensors[7 : 7 + n])
     dout = torch.zeros_like(out) if dout is None else dout
-    wanted, first = ctx.needs_input_grad[3], tensors_of(ctx.options[0])
+    wanted, first = ctx.needs_input_grad[len(place) + 3], tensors_of(ctx.options[0])
     tables = [i for i, t in enumerate(mod_tensors[first:]) if t.requires_grad]
-    g = torch.ops.sartor.attention_backward(dout, dlse, out, lse, wanted, tables, *inputs, mod_tensors, *ctx.options)
+    g = backward(dout, dlse, out, lse, wanted, tables, *place, *inputs, mod_tensors, *ctx.options)
     dbias, dsinks = g[3] if wanted else None, None if inputs[6] is None else g[4]
     of_mods: list[Any] = [None] * n
     sizes = [mod_tensors[first + i].numel() for i in tables]
     for i, d in zip(tables, g[5].split(sizes) if tables else (), strict=True):
         of_mods[first + i] = d.view(mod_tensors[first + i].shape).to(mod_tensors[first + i].dtype)
-    return *g[:3], dbias, None, None, dsinks, of_mods, *([None] * len(ctx.options))
+    return *[None] * len(place), *g[:3], dbias, None, None, dsinks, of_mods, *([None] * len(ctx.options))
 
 
 def _no_double_backward(ctx: Any, *gradients: Any) -> Any:

@@ -1,6 +1,6 @@
 """choose(problem, device) -> Plan: pure, printable, no tensors, no CUDA.
 
-Every branch of the library is here or in a kernel's `why_not`.
+Every branch of the library is here, in `features` or in a kernel's `why_not`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,19 @@ def _first(names: tuple[str, ...], p: Problem, dev: Device) -> Plan:
     return plan
 
 
+def against(name: str, p: Problem, dev: Device) -> list[str]:
+    """The reasons against a kernel in words: features that it does not name, else numbers it cannot serve; or none."""
+    spec = kernels.load(name)
+    return features.missing(p, spec.features) or spec.why_not(p, dev)
+
+
 def _walk(names: tuple[str, ...], p: Problem, dev: Device) -> tuple[dict[str, list[str]], Plan | None]:
     """The reasons against kernels, up to the first one against which there are none; and that one's plan, if any."""
     refused: dict[str, list[str]] = {}
     for name in names:
-        spec = kernels.load(name)
-        why = features.missing(p, spec.features) or spec.why_not(p, dev)
+        why = against(name, p, dev)
         if not why:
+            spec = kernels.load(name)
             tile, source = table.lookup(spec, p, dev)
             return refused, Plan(spec, p, dev, tile, source)
         refused[name] = why

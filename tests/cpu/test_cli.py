@@ -70,7 +70,7 @@ def test_version() -> None:
         (("bench", "--dim", "16", "--providers", "sartor:foo"), "got 'sartor:foo'"),
         (("explain", "--seqlen", "64/256", "--mask", "document5"), "got 64 and 256"),
         (("refresh", "--list", "--device", "cpu"), "got 'cpu'"),
-        (("plot", "masks", "--record"), "suite masks asks for no plot"),
+        (("plot", "gqa", "--record"), "suite gqa asks for no plot"),
         (("ladder", "show", "16", "--sass", "--arch", "95"), "got 95"),
         (("report", "nowhere.md"), "nowhere.md"),
         (("tune", "--dims", "a"), "--dims must be a positive number"),
@@ -187,13 +187,26 @@ def test_bench_lists_its_suites() -> None:
 
 
 def test_bench_writes_records_and_prints_the_command_again(tmp_path: Path) -> None:
-    flags = ["--dim", "16,24", "--seqlen", "64", "--heads", "2", "--batch", "1", "--causal", "both", "--rounds", "1"]
+    flags = [
+        "--dim",
+        "16,24",
+        "--seqlen",
+        "16,32,64",
+        "--heads",
+        "2",
+        "--batch",
+        "1",
+        "--causal",
+        "both",
+        "--rounds",
+        "1",
+    ]
     output = invoke("bench", *flags, "--device", "cpu", "--providers", "sartor,sdpa", "--out", str(tmp_path))
-    assert "vs sdpa" in output
-    assert len((tmp_path / "cpu" / "adhoc.jsonl").read_text().splitlines()) == 2 + 4 * 2
-    drawn = tmp_path / "cpu" / "adhoc-fwd-float32.png"
-    assert drawn.is_file()
-    assert invoke("plot", "adhoc", "--out", str(tmp_path)).split() == [str(drawn)]
+    assert "vs PyTorch" in output
+    assert len((tmp_path / "cpu" / "adhoc.jsonl").read_text().splitlines()) == 2 + 12 * 2
+    drawn = invoke("plot", "adhoc", "--out", str(tmp_path)).split()
+    assert str(tmp_path / "cpu" / "adhoc-rates.png") in drawn
+    assert all(Path(file).is_file() for file in drawn)
 
 
 AD_HOC = ("bench", "--dim", "16", "--seqlen", "64", "--heads", "2", "--batch", "1", "--causal", "both", "--rounds", "1",

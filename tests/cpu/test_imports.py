@@ -31,8 +31,8 @@ MAY = {
     "api": {"checks", "ops", "plan", "problem", "device", "mods"},
     "testing": {"api", "kernels", "problem", "mods"},
     "compat": {"api", "checks", "mods", "lengths"},
-    "distributed": {"api", "checks", "compat", "kernels", "mods", "ops", "plan", "problem"},
-    "integrations": {"api", "checks", "compat", "mods", "ops", "problem"},
+    "distributed": {"api", "cache", "checks", "compat", "kernels", "mods", "ops", "plan", "problem"},
+    "integrations": {"api", "checks", "compat", "distributed", "mods", "ops", "problem"},
     "nn": {"api", "mods"},
 }
 

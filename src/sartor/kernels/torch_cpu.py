@@ -205,7 +205,7 @@ def _blocks(p: Problem, x: Operands) -> Iterator[Block]:
         if p.seqlen_q <= ROWS and p.seqlen_kv <= KEYS:
             yield Block(frame.items, *everything[1:], added(frame, *everything[1:], p.program.keep is not None))
             continue
-        for span in frame.spans(ROWS):
+        for span in frame.spans(ROWS, KEYS):
             keys = slice(span.lo, span.hi) if span.lo < span.hi else slice(0, 0)
             partial = span.lo < span.full_lo or span.full_hi < span.hi
             yield Block(frame.items, span.i, keys, added(frame, span.i, keys, partial))

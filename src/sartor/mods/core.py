@@ -200,17 +200,20 @@ OF_SCORE = ("s", *POSITIONS)
 class Mask(Mod):
     """Which keys a query attends to.
 
-    keep: `(b, h, q, kv) -> bool` or `(b, h, q, kv, aux) -> bool`: operators, functions of `sartor.mods` and of torch by
-        the same names, tensors that it captures, indexed: `ids[b, q] == ids[b, kv]`. An index below 0 counts from the
-        end; one beyond a tensor reads its edge, where FlexAttention has no rule.
-    aux: values the functions read as `aux[0]`, `aux[1]`, ...: numbers, functions of (seqlen_q, seqlen_kv) that give an
-        integer, or tensors that broadcast to (batch, heads, seqlen_q, seqlen_kv), or that are indexed. Integers have 32
-        bits on GPUs unless a tensor or a constant has 64.
-    rows: `(b, h, q) -> (lo, hi, full_lo, full_hi)`, or with aux: intervals of keys; may read what does not depend on
-        kv. None: read off `keep`, where its comparisons have kv on one side.
-    cols: `(b, h, kv) -> (lo, hi, full_lo, full_hi)`, or with aux: intervals of queries; None likewise.
-    sizes: (batch, heads_q, seqlen_q, seqlen_kv) of the calls it is for, where that is known. A captured tensor that is
-        indexed by positions alone must fit those of the call, unless these say that it does not: then it is a table.
+    Args:
+        keep: `(b, h, q, kv) -> bool` or `(b, h, q, kv, aux) -> bool`: operators, functions of `sartor.mods` and of
+            torch by the same names, tensors that it captures, indexed: `ids[b, q] == ids[b, kv]`. An index below 0
+            counts from the end; one beyond a tensor reads its edge, where FlexAttention has no rule.
+        aux: values the functions read as `aux[0]`, `aux[1]`, ...: numbers, functions of (seqlen_q, seqlen_kv) that give
+            an integer, or tensors that broadcast to (batch, heads, seqlen_q, seqlen_kv), or that are indexed. Integers
+            have 32 bits on GPUs unless a tensor or a constant has 64.
+        rows: `(b, h, q) -> (lo, hi, full_lo, full_hi)`, or with aux: intervals of keys; may read what does not depend
+            on kv. None: read off `keep`, where its comparisons have kv on one side.
+        cols: `(b, h, kv) -> (lo, hi, full_lo, full_hi)`, or with aux: intervals of queries; None likewise.
+        name: what `sartor.explain` calls it.
+        sizes: (batch, heads_q, seqlen_q, seqlen_kv) of the calls it is for, where that is known. A captured tensor that
+            is indexed by positions alone must fit those of the call, unless these say that it does not: then it is a
+            table.
     """
 
     keep: Callable[..., Any]
@@ -344,11 +347,13 @@ def interval(rows: Callable[..., Any], cols: Callable[..., Any], aux: tuple[AuxV
 class Score(Mod):
     """A change of the scaled score.
 
-    fn: `(score, b, h, q, kv) -> score`, or with aux as the last argument, in natural-log units; as a `Mask`'s `keep`.
-        Differentiated by the score, and by the tensors it reads that require a gradient, on its expression; what only
-        rises in steps (`//`, comparisons) counts as constant there, as PyTorch's floor does.
-    aux: values the function reads as `aux[0]`, `aux[1]`, ...
-    sizes: as of a `Mask`.
+    Args:
+        fn: `(score, b, h, q, kv) -> score`, or with aux as the last argument, in natural-log units; as a `Mask`'s
+            `keep`. Differentiated by the score, and by the tensors it reads that require a gradient, on its expression;
+            what only rises in steps (`//`, comparisons) counts as constant there, as PyTorch's floor does.
+        aux: values the function reads as `aux[0]`, `aux[1]`, ...
+        name: what `sartor.explain` calls it.
+        sizes: as of a `Mask`.
     """
 
     fn: Callable[..., Any]

@@ -226,19 +226,34 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = _INFIX_FUNCTIONS | {
 }  # fmt: skip
 
 
-def evaluate(e: Expr, symbols: Mapping[str, Any], aux: Sequence[Any], dtype: torch.dtype | None = None) -> Any:
+def evaluate(
+    e: Expr,
+    symbols: Mapping[str, Any],
+    aux: Sequence[Any],
+    dtype: torch.dtype | None = None,
+    known: dict[int, Any] | None = None,
+) -> Any:
     """The value of `e` on tensors or numbers: what the kernels written in torch use. Aux tensors are read as every
-    kernel does: integers so that they do not wrap around, as Python's, floats in `dtype`, by default their own."""
+    kernel does: integers so that they do not wrap around, as Python's, floats in `dtype`, by default their own.
+    `known` keeps the values of nodes, by id: expressions that share them, as a score and its derivative do, compute
+    them once."""
     if e.op == "const":
         return e.args[0]
     if e.op == "sym":
         return symbols[e.args[0]]
     if e.op == "aux":
         return _read(aux[e.args[0]], dtype)
+    if known is not None and id(e) in known:
+        return known[id(e)]
     if e.op == "gather":
-        table, indices = aux[e.args[0].args[0]], [evaluate(i, symbols, aux, dtype) for i in e.args[1:]]
-        return _read(table[places(table, indices)], dtype) if isinstance(table, torch.Tensor) else table[tuple(indices)]
-    return _FUNCTIONS[e.op](*_promoted(e.op, [evaluate(a, symbols, aux, dtype) for a in e.args]))
+        table, indices = aux[e.args[0].args[0]], [evaluate(i, symbols, aux, dtype, known) for i in e.args[1:]]
+        whole = isinstance(table, torch.Tensor)
+        found = _read(table[places(table, indices)], dtype) if whole else table[tuple(indices)]
+    else:
+        found = _FUNCTIONS[e.op](*_promoted(e.op, [evaluate(a, symbols, aux, dtype, known) for a in e.args]))
+    if known is not None:
+        known[id(e)] = found
+    return found
 
 
 def _promoted(op: str, args: list[Any]) -> list[Any]:

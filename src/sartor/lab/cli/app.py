@@ -52,16 +52,20 @@ def main(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="under torchrun: measure kernels and links, for method='auto'")
+    ] = False,
+) -> None:
     """What this machine has, and whether attention is right on it. Exit code 1 if not."""
     from rich.console import Console
     from rich.markup import escape
 
-    from sartor.lab.measure.doctor import examine
+    from sartor.lab.measure import doctor, links
 
     console, wrong = Console(), 0
     with friendly():
-        for finding in examine():
+        for finding in links.examine() if distributed else doctor.examine():
             mark = {None: "  ", True: "[green]ok[/]", False: "[red]no[/]"}[finding.ok]
             line = f"{mark} [bold]{escape(finding.what)}[/]: {escape(finding.found)}"
             console.print(line, highlight=False, soft_wrap=True)

@@ -18,7 +18,7 @@ from sartor.lab.workloads.workload import MODES, Inputs, Workload, dtype_name
 from sartor.plan import Explanation
 from sartor.problem import Call
 
-EMPTY = Suite("adhoc", "from the command line", "", (), ("grid",))
+EMPTY = Suite("adhoc", "from the command line", "", (), ("grid", "rates"))
 MASKS = {"yes": "causal", "no": "full", "both": "full,causal"}
 
 

@@ -11,7 +11,7 @@ from sartor.lab.ladder.rung import Rung
 from sartor.lab.measure import providers
 from sartor.lab.measure.accuracy import Judge
 from sartor.lab.measure.timing import interleave
-from sartor.lab.show import climb
+from sartor.lab.show import climb, names
 from sartor.lab.show.table import NONE, Table, number
 from sartor.lab.workloads.workload import Inputs, Workload
 
@@ -77,5 +77,5 @@ def run(rung: Rung, w: Workload, device: torch.device) -> tuple[bool, Table]:
         cells = [NONE] * 3
         if name == rung.provider and verdict:
             cells = [f"{verdict.err_max:.1e}", f"{verdict.err_budget:.1e}", verdict.over or "ok"]
-        made.rows.append([name, number(timing.ms), number(w.flops / timing.ms * 1e-9), *cells])
+        made.rows.append([names.provider(name), number(timing.ms), number(w.flops / timing.ms * 1e-9), *cells])
     return verdict is None or verdict.ok, made

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sartor.lab.measure import contention
 from sartor.lab.measure.bench import Session
 from sartor.lab.measure.records import CEILINGS, Record, Store
-from sartor.lab.show import climb, plots, tables
+from sartor.lab.show import climb, curves, masks, plots, tables
 from sartor.lab.workloads.suites import Suite
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 WIDE = 10_000
 PLOTS: dict[str, Callable[..., list[Path]]] = {
-    "latency": plots.latency, "memory": plots.memory, "rates": plots.rates, "errors": plots.errors,
-    "head_dims": plots.head_dims, "grid": plots.grid, "climb": climb.plot,
+    "latency": curves.latency, "memory": curves.memory, "rates": curves.rates, "errors": curves.errors,
+    "head_dims": plots.head_dims, "grid": plots.grid, "climb": climb.plot, "masks": masks.plot,
 }  # fmt: skip
 CONVENTION = (
     "FLOP/s count useful work: forward 2 * B * H * visible pairs * (D + D v), half of all pairs when square and "
@@ -114,8 +114,7 @@ def show(console: Console, records: list[Record], suite: Suite, session: Session
 
 def draw(records: list[Record], suite: Suite, folder: Path) -> list[Path]:
     """The suite's plots, where there is something to draw."""
-    measured = [r for r in records if r.mode == CEILINGS or r.ms is not None]
-    return drawn(measured, folder, suite.plots) if any(r.ms for r in measured) else []
+    return drawn(records, folder, suite.plots) if any(r.ms for r in records) else []
 
 
 def drawn(records: list[Record], folder: Path, kinds: tuple[str, ...]) -> list[Path]:
