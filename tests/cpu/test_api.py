@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
 import re
@@ -21,6 +22,7 @@ import dialects
 import sartor
 from sartor import kernels, mods, nvrtc, ops, problem, testing
 from sartor import plan as planning
+from sartor.compat import flash_attn_3
 from sartor.device import ARCHITECTURES, CPU, Device
 from sartor.errors import Unsupported
 from sartor.kernels import blocked, spans
@@ -258,6 +260,22 @@ def test_windows_of_other_types(window):
     q, k, v = inputs()
     assert torch.equal(sartor.attention(q, k, v, window=window), sartor.attention(q, k, v, window=(3, 1)))
     assert sartor.explain(q, k, v, window=window).problem == sartor.explain(q, k, v, window=(3, 1)).problem
+
+
+PUBLIC = [
+    f"{module.__name__}.{name}"
+    for module, names in ((sartor, sartor.__all__), (mods, mods.__all__), (flash_attn_3, vars(flash_attn_3)))
+    for name in names
+    if inspect.isfunction(found := getattr(module, name)) and not name.startswith("_") and name in found.__name__
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings_say_what_every_argument_is(name):
+    module, _, function = name.rpartition(".")
+    found = getattr(importlib.import_module(module), function)
+    words = set(re.findall(r"\w+", found.__doc__))
+    assert set(inspect.signature(found).parameters) - {"options"} <= words
 
 
 def test_registry():
