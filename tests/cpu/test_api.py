@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
 import re
@@ -21,6 +22,7 @@ import dialects
 import sartor
 from sartor import kernels, mods, nvrtc, ops, problem, testing
 from sartor import plan as planning
+from sartor.compat import flash_attn_3
 from sartor.device import ARCHITECTURES, CPU, Device
 from sartor.errors import Unsupported
 from sartor.kernels import blocked, spans
@@ -28,7 +30,7 @@ from sartor.kernels.blocked import BACKWARD_SPEC
 from sartor.kernels.spec import Saved
 from sartor.kernels.triton import backward as triton_backward
 from sartor.kernels.triton import launch
-from sartor.mods import core
+from sartor.mods import core, program
 from sartor.mods.tracing import resolve
 from sartor.problem import FARTHEST, Call, Problem, is_copied
 
@@ -260,6 +262,22 @@ def test_windows_of_other_types(window):
     assert sartor.explain(q, k, v, window=window).problem == sartor.explain(q, k, v, window=(3, 1)).problem
 
 
+PUBLIC = [
+    f"{module.__name__}.{name}"
+    for module, names in ((sartor, sartor.__all__), (mods, mods.__all__), (flash_attn_3, vars(flash_attn_3)))
+    for name in names
+    if inspect.isfunction(found := getattr(module, name)) and not name.startswith("_") and name in found.__name__
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings_say_what_every_argument_is(name):
+    module, _, function = name.rpartition(".")
+    found = getattr(importlib.import_module(module), function)
+    words = set(re.findall(r"\w+", found.__doc__))
+    assert set(inspect.signature(found).parameters) - {"options"} <= words
+
+
 def test_registry():
     for name in (*kernels.FORWARD, *kernels.BACKWARD):
         assert kernels.load(name).name == name
@@ -416,7 +434,7 @@ def test_a_repeated_call_traces_nothing(name, monkeypatch):
         raise AssertionError("a mod was traced again")
 
     monkeypatch.setattr(core, "trace", trace)
-    monkeypatch.setattr(core.Program, "of", trace)
+    monkeypatch.setattr(program.Program, "of", trace)
     again = replace(call, q=q.clone(), bias=None if call.bias is None else call.bias.clone())
     assert ops.prepare(again) is first
     assert len(first.operands(again).aux) == len(first.template)

@@ -116,6 +116,24 @@ def test_commands_run_within_the_limit(tmp_path: Path) -> None:
     assert refresh.run(wanted[:1], 120.0, said.append)
 
 
+def test_ctrl_c_stops_the_command_and_puts_its_records_back(tmp_path, monkeypatch):
+    """The terminal tells only this process of it."""
+    file, ended = tmp_path / "paper.jsonl", list[int]()
+    file.write_bytes(b"kept")
+
+    def communicate(process, **rest):
+        file.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(refresh.subprocess.Popen, "communicate", communicate)
+    kill = refresh.os.killpg
+    monkeypatch.setattr(refresh.os, "killpg", lambda pid, signal: ended.append(pid) or kill(pid, signal))
+    with pytest.raises(KeyboardInterrupt):
+        refresh._kept(refresh.Stage(("bench", "--list"), file, 1.0), 1.0)
+    assert len(ended) == 1
+    assert file.read_bytes() == b"kept"
+
+
 def test_a_command_that_fails_leaves_the_records_as_they_were(tmp_path, monkeypatch):
     """Half a suite must not stand in for the whole one that was there, nor for none."""
     file = tmp_path / "paper.jsonl"

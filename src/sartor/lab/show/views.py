@@ -89,12 +89,10 @@ def show(console: Console, records: list[Record], suite: Suite, session: Session
     """The tables of a run, one for each mode; memory where the suite is about it; host time where it was measured.
     First calls have one table."""
     if suite.fresh:
-        console.print()
         console.print(tables.first(records).rich())
         return
     for mode in dict.fromkeys(r.mode for r in records if r.mode != CEILINGS):
         found = [r for r in records if r.mode == mode]
-        console.print()
         console.print(tables.speed(found, suite.baseline, ours=suite.ours).rich())
         if "memory" in suite.plots:
             console.print(tables.memory(found).rich())
