@@ -17,11 +17,11 @@ bench: $(STAMP)
 	$(BIN)/python -m sartor bench --quick --max-seconds 180
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 # And what `make test` takes samples of.
 test-all: test
-	$(BIN)/python -m pytest -q -n $(JOBS) -m 'thorough and not gpu and not slow'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'thorough and not gpu and not slow'
 
 # What needs torch alone, on another torch: the lowest allowed, or TORCH. Gigabytes where pip finds CUDA builds only.
 test-torch: TORCH = torch==$(LOWEST).*

@@ -21,14 +21,11 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from importlib import metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from sartor import cache as disk
 from sartor import driver
 from sartor.driver import LaunchError
-
-if TYPE_CHECKING:
-    from sartor.kernels.cuda.params import Params
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -236,6 +233,16 @@ def disassembler() -> str:
 _CODES: dict[Binary, Any] = {}  # loaded, and never unloaded: a captured graph outlives the plan that it was made with
 
 
+class Parameters(Protocol):
+    """What is declared of a kernel: its `extern "C"` name, its parameters' types by name, codes for `driver.Frame`."""
+
+    kernel: str
+    types: dict[str, str]
+
+    @property
+    def codes(self) -> tuple[str, ...]: ...
+
+
 class Kernel:
     """One kernel of a binary, ready to launch on any device of its architecture.
 
@@ -248,7 +255,7 @@ class Kernel:
     """
 
     def __init__(
-        self, binary: Binary, params: Params, block: int, shared: int = 0, fixed: Mapping[str, Any] | None = None
+        self, binary: Binary, params: Parameters, block: int, shared: int = 0, fixed: Mapping[str, Any] | None = None
     ) -> None:
         self.binary, self.name, self.params, self.block, self.shared = binary, params.kernel, params, block, shared
         self.fixed = fixed or {}

@@ -30,7 +30,7 @@ from sartor.kernels.blocked import BACKWARD_SPEC
 from sartor.kernels.spec import Saved
 from sartor.kernels.triton import backward as triton_backward
 from sartor.kernels.triton import launch
-from sartor.mods import core
+from sartor.mods import core, program
 from sartor.mods.tracing import resolve
 from sartor.problem import FARTHEST, Call, Problem, is_copied
 
@@ -434,7 +434,7 @@ def test_a_repeated_call_traces_nothing(name, monkeypatch):
         raise AssertionError("a mod was traced again")
 
     monkeypatch.setattr(core, "trace", trace)
-    monkeypatch.setattr(core.Program, "of", trace)
+    monkeypatch.setattr(program.Program, "of", trace)
     again = replace(call, q=q.clone(), bias=None if call.bias is None else call.bias.clone())
     assert ops.prepare(again) is first
     assert len(first.operands(again).aux) == len(first.template)

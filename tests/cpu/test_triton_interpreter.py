@@ -367,7 +367,13 @@ def same_pattern(found, exact):
 
 
 @pytest.mark.parametrize("case", sample(HIDING, lambda case: case == "causal"))
-@pytest.mark.parametrize(("which", "value"), [("q", NAN), ("k", NAN), ("v", NAN), ("v", INF), ("dout", NAN)])
+@pytest.mark.parametrize(
+    ("which", "value"),
+    sample(
+        [("q", NAN), ("k", NAN), ("v", NAN), ("v", INF), ("dout", NAN)],
+        [("k", NAN), ("v", INF), ("dout", NAN)].__contains__,
+    ),
+)
 def case_spoilt(which, value, case):
     q, k, v = inputs(hq=1)
     dout = testing.make_like(q)
@@ -412,7 +418,7 @@ def case_window_after_window():
 
 
 @pytest.mark.parametrize(
-    "layout", sample(["swapped", "packed", "step", "last", "transposed", "offset"], ["packed", "last"].__contains__)
+    "layout", sample(["swapped", "packed", "step", "last", "transposed", "offset"], lambda layout: layout == "packed")
 )
 def case_strides_after_strides(layout):
     """A plan once kept the first strides. The layout of dout is another matter than that of q, k and v."""

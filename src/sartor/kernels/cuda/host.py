@@ -14,7 +14,7 @@ from sartor import nvrtc
 from sartor.device import Device
 from sartor.kernels.cuda import expressions, wgmma
 from sartor.kernels.cuda.params import Params
-from sartor.mods.core import Program
+from sartor.mods.program import Program
 from sartor.problem import Problem, name_of
 
 FOLDER = Path(__file__).parent.parent
