@@ -16,7 +16,3 @@ def main() -> None:
     from sartor.lab.cli.app import app
 
     app(prog_name="sartor")
-
-
-if __name__ == "__main__":
-    main()

@@ -16,12 +16,12 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from sartor import cache as disk
 from sartor import driver
@@ -233,34 +233,55 @@ def disassembler() -> str:
 _CODES: dict[Binary, Any] = {}  # loaded, and never unloaded: a captured graph outlives the plan that it was made with
 
 
+class Parameters(Protocol):
+    """What is declared of a kernel: its `extern "C"` name, its parameters' types by name, codes for `driver.Frame`."""
+
+    kernel: str
+    types: dict[str, str]
+
+    @property
+    def codes(self) -> tuple[str, ...]: ...
+
+
 class Kernel:
     """One kernel of a binary, ready to launch on any device of its architecture.
 
     Args:
         binary: what `compile` returned.
-        name: the kernel's `extern "C"` name.
-        signature: a letter a parameter, as `driver.Frame` takes them.
+        params: its name and parameters.
         block: threads a block.
         shared: bytes of dynamic shared memory a block.
+        fixed: the values of parameters, by name, that are the same in every launch.
     """
 
-    def __init__(self, binary: Binary, name: str, signature: str, block: int, shared: int = 0) -> None:
-        self.binary, self.name, self.signature, self.block, self.shared = binary, name, signature, block, shared
-        self._launcher = driver.Launcher(name, block, shared, signature)
+    def __init__(
+        self, binary: Binary, params: Parameters, block: int, shared: int = 0, fixed: Mapping[str, Any] | None = None
+    ) -> None:
+        self.binary, self.name, self.params, self.block, self.shared = binary, params.kernel, params, block, shared
+        self.fixed = fixed or {}
+        names = list(params.types)
+        self.changing = [name for name in names if name not in self.fixed]
+        fixed_at = {names.index(name): value for name, value in self.fixed.items()}
+        self._launcher = driver.Launcher(self.name, block, shared, params.codes, fixed_at)
         self._handles: dict[int, ctypes.c_void_p] = {}
 
-    def launch(self, grid: int | tuple[int, int, int], values: Sequence[Any], stream: int | None = None) -> None:
-        """Launch on `stream` (a raw handle), by default torch's current stream of the current device.
+    def launch(self, grid: int | tuple[int, int, int], values: Mapping[str, Any], stream: int | None = None) -> None:
+        """Launch with `values` by name on `stream` (a raw handle), by default torch's current stream of the device.
 
-        Raises LaunchError with the driver's reason; errors of the kernel itself come later, as CUDA's do.
+        Raises TypeError where a value is missing or one too many, LaunchError with the driver's reason; errors of the
+        kernel itself come later, as CUDA's do.
         """
         import torch
+
+        given = [values[name] for name in self.changing if name in values]
+        if not len(given) == len(values) == len(self.changing):
+            raise TypeError(f"{self.name} takes {', '.join(self.changing)}, got {', '.join(values)}")
 
         device = torch._C._cuda_getDevice()
         handle = self._handles.get(device) or self._load(device)
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(device)
-        self._launcher.start(handle, (grid, 1, 1) if isinstance(grid, int) else grid, stream, values)
+        self._launcher.start(handle, (grid, 1, 1) if isinstance(grid, int) else grid, stream, given)
 
     def _load(self, device: int) -> ctypes.c_void_p:
         """The driver's handle on a device; more shared memory than 48 KiB is asked for once, here."""
@@ -281,7 +302,11 @@ class Kernel:
             return handle
 
 
-_SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
+# Enumerators of cuda.h, whose names they have
+_MAP_DTYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_TYPE_
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_, by bytes
+_INTERLEAVE_NONE, _PROMOTE_64B, _PROMOTE_256B, _ZEROS_BEYOND = 0, 1, 3, 0
+MAP_ALIGNMENT = 64  # bytes, of a CUtensorMap
 
 
 class TensorMaps(dict[int, bytes]):
@@ -317,19 +342,31 @@ def tensor_map(
 
     Reads beyond `sizes` give zeros. Raises LaunchError with the arguments where the driver refuses them.
     """
-    from cuda.bindings import driver as bindings
+    given = _map_arguments(dtype, sizes, strides, box, swizzle)
+    room = ctypes.create_string_buffer(128 + MAP_ALIGNMENT)
+    start = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    status = driver.library().cuTensorMapEncodeTiled(start, given.kind, given.rank, address, *given.rest)
+    if status:
+        why = driver.name_of(status)
+        raise LaunchError(f"tensor map of sizes {sizes}, strides {strides}, box {box}, at {address:#x}: {why}")
+    return ctypes.string_at(start, 128)
 
-    enum, promotion = bindings.CUtensorMapSwizzle, bindings.CUtensorMapL2promotion
+
+class _MapArguments(NamedTuple):
+    """What cuTensorMapEncodeTiled takes beside the map and the address."""
+
+    kind: int
+    rank: int
+    rest: tuple[Any, ...]
+
+
+@lru_cache(maxsize=1024)
+def _map_arguments(
+    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> _MapArguments:
+    """They stay while addresses change, with every call of a training step."""
+    rank, wide, narrow = len(sizes), ctypes.c_uint64, ctypes.c_uint32
     aligned = all(n % 32 == 0 for n in strides)  # where rows do not start on sectors, fetching more around them costs
-    status, result = bindings.cuTensorMapEncodeTiled(
-        getattr(bindings.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"), len(sizes), address,
-        [bindings.cuuint64_t(n) for n in sizes], [bindings.cuuint64_t(n) for n in strides],
-        [bindings.cuuint32_t(n) for n in box], [bindings.cuuint32_t(1)] * len(sizes),
-        bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(enum, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[swizzle]}"),
-        promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B if aligned else promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_64B,
-        bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )  # fmt: skip
-    if status != bindings.CUresult.CUDA_SUCCESS:
-        raise LaunchError(f"tensor map of sizes {sizes}, strides {strides}, box {box}: {status.name}")
-    return ctypes.string_at(result.getPtr(), 128)
+    arrays = (wide * rank)(*sizes), (wide * len(strides))(*strides), (narrow * rank)(*box), (narrow * rank)(*[1] * rank)
+    options = _INTERLEAVE_NONE, _SWIZZLES[swizzle], _PROMOTE_256B if aligned else _PROMOTE_64B, _ZEROS_BEYOND
+    return _MapArguments(_MAP_DTYPES[dtype], rank, (*arrays, *options))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from samples import sample
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Operands, Plan, Saved
@@ -43,7 +44,9 @@ def sound(measure, spills=0):
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize("dim", [64, 72, 80, 96, 112, 128, 136, 160, 176, 192, 224, 256])
+@pytest.mark.parametrize(
+    "dim", sample([64, 72, 80, 96, 112, 128, 136, 160, 176, 192, 224, 256], lambda dim: dim in (80, 128, 256))
+)
 def test_kernels(dim, options):
     measures = Measure.all(problem(dim, deterministic=True, **options))
     keys = [("dk", "dv")] if dim <= 128 else [("dk",), ("dv",)]  # what registers hold
@@ -53,7 +56,7 @@ def test_kernels(dim, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("options", sample(MASKS, lambda options: "causal" in options), ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_one_sweep(dim, options, dtype):
     (measure,) = Measure.all(problem(dim, dtype=dtype, **options))
@@ -62,7 +65,7 @@ def test_one_sweep(dim, options, dtype):
 
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", [64, 96, 128, 160, 256])
+@pytest.mark.parametrize("dim", sample([64, 96, 128, 160, 256], lambda dim: dim in (64, 128)))
 def test_changed_scores(dim, deterministic, options):
     """No spills where the derivative is 1; else a few words, and more where one sweep holds 64 scores a thread."""
     options = options | {"deterministic": deterministic}
@@ -95,7 +98,11 @@ def sass_of(measure):
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, ".F32"), (torch.bfloat16, ".F32.BF16")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    sample([(torch.float16, ".F32"), (torch.bfloat16, ".F32.BF16")], lambda case: case[0] == torch.bfloat16),
+    ids=str,
+)
 def test_products(dtype, name):
     """A step for 16 columns of the scores and of dp, which dv alone is without; one for 16 rows of each gradient."""
     for dim in (128, 256):
@@ -113,7 +120,8 @@ def test_reasons():
     """Each thing the kernel cannot do is said; the portable kernel does it."""
     for p, words in (
         (problem(56), "64 to 256"),
-        (problem(100), "multiples of 8"),
+        (problem(100), "16 bytes"),
+        (replace(problem(100), rows_on_16_bytes=True), "multiples of 8"),
         (problem(128, 64), "equal head dims"),
         (problem(dtype=torch.float32), "got torch.float32"),
         (problem(bias=meta(1000, 1000)), "table of queries and keys, got bias"),
@@ -121,13 +129,13 @@ def test_reasons():
         (problem(mask=meta(1000, dtype=torch.bool)), "one interval"),
         (problem(mask=mods.document(meta(2, 1000, dtype=torch.int64))), "one interval"),
     ):
-        assert any(words in why for why in SPEC.why_not(p, DEVICE))
-        assert kernels.load("triton_backward").why_not(p, DEVICE) == []
+        assert any(words in why for why in plan.against(SPEC.name, p, DEVICE))
+        assert plan.against("triton_backward", p, DEVICE) == []
     for options in ({}, {"causal": "top_left"}, {"window": (100, 3)}, {"sinks": meta(4)}, {"heads": (6, 2)}):
-        assert SPEC.why_not(problem(**options), DEVICE) == []
+        assert plan.against(SPEC.name, problem(**options), DEVICE) == []
         options["softcap"] = 2.0
-        assert SPEC.why_not(problem(**options), DEVICE) == []
-    assert any("8.0" in why for why in SPEC.why_not(problem(), ARCHITECTURES[80]))
+        assert plan.against(SPEC.name, problem(**options), DEVICE) == []
+    assert any("8.0" in why for why in plan.against(SPEC.name, problem(), ARCHITECTURES[80]))
 
 
 @pytest.mark.parametrize(
@@ -195,10 +203,10 @@ def test_rows_of_dout(case):
 def test_columns_without_spans_are_not_intervals():
     """Rows that are exact intervals are not enough: keys would take the queries of a wider one."""
     q, spec = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16, device="meta"), kernels.load("hopper_backward")
-    mask = mods.Mask(lambda b, h, q, kv, aux: kv <= q, rows=lambda b, h, q, aux: (0, q + 1) * 2)
-    p = Problem.of(Call(q, q, q, mask=mask))
+    mask = mods.Mask(lambda b, h, q, kv, aux: kv * kv <= q * q, rows=lambda b, h, q, aux: (0, q + 1) * 2)
+    p = Problem.of(Call(q, q, q, mask=mask))  # of squares no interval of rows is derived
     assert p.program.is_interval
-    assert any("one interval" in why for why in spec.why_not(p, ARCHITECTURES[90]))
+    assert any("one interval" in why for why in plan.against(spec.name, p, ARCHITECTURES[90]))
     for full in ((5, mods.core.BIG), (0, 5)):  # one end is not exact: the predicate has a say there
         mask = mods.Mask(lambda b, h, q, kv, aux: kv <= q, rows=lambda b, h, q, aux, f=full: (0, mods.core.BIG, *f))
         assert not Problem.of(Call(q, q, q, mask=mask)).program.is_interval

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("triton")
@@ -12,6 +15,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sartor.driver import Frame
+from sartor.kernels.triton import direct
+from sartor.kernels.triton.launch import version
 from sartor.lengths import kernels
 from sartor.lengths.launches import BLOCK
 
@@ -44,3 +50,14 @@ def test_compiles(name, arch):
     compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", arch, 32))
     assert compiled.asm["cubin"]
     assert ".local" not in compiled.asm["ptx"]
+    if arch == 90:
+        loaded = SimpleNamespace(src=compiled.src, metadata=compiled.metadata, asm=compiled.asm, function=1)
+        launcher = direct.Open.of(loaded, version()).launcher
+        kinds = [kind for kind in signature.values() if kind != "constexpr"]
+        numbers = range(1, len(kinds) + 1)
+        frame = Frame(launcher.letters, launcher.fixed)
+        frame.write(numbers)
+        sizes = [8 if kind[0] == "*" else int(kind[1:]) // 8 for kind in kinds]
+        found = [ctypes.string_at(frame.pointers[i], size) for i, size in enumerate(sizes)]
+        assert [int.from_bytes(value, "little") for value in found] == list(numbers)
+        assert direct.Open.of(loaded, (4, 0)) is None

@@ -186,7 +186,7 @@ def test_missing_compiler_is_a_reason(monkeypatch):
 
 def test_arguments_of_a_launch():
     """Values lie where the pointers say, in the order and size of the signature."""
-    frame = driver.Frame("MPif")
+    frame = driver.Frame(["128s", "P", "i", "f"])
     frame.write((b"m" * 128, 2**40, -3, 0.5))
     kinds = (ctypes.c_char * 128, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float)
     found = [kind.from_address(at) for kind, at in zip(kinds, frame.pointers, strict=True)]
@@ -201,3 +201,52 @@ def test_fixed_arguments_of_a_launch():
         kinds = (ctypes.c_int32, ctypes.c_uint64, ctypes.c_float, ctypes.c_uint64)
         found = [kind.from_address(at).value for kind, at in zip(kinds, frame.pointers, strict=True)]
         assert found == [7, addresses[0], 1.5, addresses[1]]
+
+
+class Recording:
+    """A driver that encodes a tensor map as the address it is given, and keeps what else it is given."""
+
+    def __init__(self, status=0):
+        self.status, self.given = status, []
+
+    def cuTensorMapEncodeTiled(self, room, *given):  # the driver's name
+        self.given.append(given)
+        ctypes.memmove(room, given[2].to_bytes(128, "little"), 128)
+        assert room % nvrtc.MAP_ALIGNMENT == 0
+        return self.status
+
+    def cuGetErrorName(self, status, name):
+        ctypes.cast(name, ctypes.POINTER(ctypes.c_char_p))[0] = b"CUDA_ERROR_INVALID_VALUE"
+
+
+def test_what_the_driver_is_told_of_a_tensor_map(monkeypatch):
+    """The enumerators are cuda.h's, the arrays last as long as they are used, only the address changes."""
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    library = Recording()
+    monkeypatch.setattr(nvrtc.driver, "library", lambda: library)
+    facts = "bfloat16", (64, 100, 8, 2), (1024, 128, 102400), (64, 64, 1, 1), 128
+    for address in (4096, 8192):
+        assert int.from_bytes(nvrtc.tensor_map(address, *facts), "little") == address
+    nvrtc.tensor_map(16, "float32", (36, 4), (144,), (32, 4), 0)
+    nvrtc.tensor_map(16, "float16", (40, 4), (80,), (32, 4), 32)
+    kinds, swizzles = bindings.CUtensorMapDataType, bindings.CUtensorMapSwizzle
+    promotions = bindings.CUtensorMapL2promotion
+    first, second, third, fourth = library.given
+    assert (first[1], first[2], second[2]) == (4, 4096, 8192)
+    assert [list(array) for array in first[3:7]] == [[64, 100, 8, 2], [1024, 128, 102400], [64, 64, 1, 1], [1] * 4]
+    assert first[0] == kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    assert third[0] == kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+    assert fourth[0] == kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    assert first[7] == bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
+    assert first[8] == swizzles.CU_TENSOR_MAP_SWIZZLE_128B
+    assert third[8] == swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
+    assert fourth[8] == swizzles.CU_TENSOR_MAP_SWIZZLE_32B
+    assert first[9] == promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+    assert third[9] == promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_64B
+    assert first[10] == bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+
+
+def test_a_tensor_map_that_the_driver_refuses(monkeypatch):
+    monkeypatch.setattr(nvrtc.driver, "library", lambda: Recording(status=1))
+    with pytest.raises(nvrtc.LaunchError, match=r"sizes \(64, 4\).*at 0x8: CUDA_ERROR_INVALID_VALUE"):
+        nvrtc.tensor_map(8, "float16", (64, 4), (128,), (64, 4), 128)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import sartor
 import sartor.distributed as context
 from sartor import mods
 
@@ -51,6 +52,17 @@ class Case:
 def document_ids(batch: int, seqlen: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.rand(batch, seqlen, generator=generator) < 6 / max(seqlen, 1)).int().cumsum(1).int()
+
+
+def by_distance(table: torch.Tensor) -> mods.Score:
+    """A score that adds what a table (heads, distances) holds for how far a query is ahead of a key."""
+    middle = table.shape[1] // 2
+    return mods.Score(lambda s, b, h, q, kv: s + table[h, q - kv + middle])
+
+
+def by_block(table: torch.Tensor) -> mods.Mask:
+    """A mask that is True where a table (batch, blocks of queries, blocks of keys) is, and on the diagonal."""
+    return mods.Mask(lambda b, h, q, kv: table[b, q // 8, kv // 8] | (q == kv))
 
 
 def inputs(case: Case) -> dict[str, torch.Tensor]:
@@ -108,6 +120,10 @@ def options(case: Case) -> dict[str, Any]:
         "score_tensor": lambda: {
             "score": mods.Score(lambda s, b, h, q, kv, aux: s + aux[0] * aux[1], aux=(draw(hq, sq, 1), draw(1, skv)))
         },
+        "indexed": lambda: {  # tables read by what is computed of positions, heads and batch items
+            "score": by_distance(draw(hq, sq + skv)),
+            "mask": by_block(ids(torch.arange(b * (sq // 8 + 1) * (skv // 8 + 1)).view(b, sq // 8 + 1, -1) % 3 > 0)),
+        },
         "alibi": lambda: {"alibi_slopes": draw(hq).abs(), "causal": True},
         "softcap": lambda: {"softcap": 1.5, "softmax_scale": 0.7},
         "bias": lambda: {"bias": draw(b, hq, sq, skv)},
@@ -137,6 +153,29 @@ def shardings(case: Case) -> Any:
     pair = tuple(context.Sharding.make(case.kind, n, ranks, pad=case.pad) for n in (sq, skv))
     named = case.pad and all(sum(map(p.count, range(ranks))) == sum(p.sizes) for p in pair)
     return case.kind if named else pair, pair
+
+
+def learned(groups: dict[int, Any], case: Case) -> list[torch.Tensor]:
+    """The gradients, summed over ranks, of tensors that a score reads: one that it indexes, one read at the position,
+    one that wants none."""
+    generator = torch.Generator().manual_seed(case.seed + 2)
+    (sq, skv), hq = case.lengths, HEADS[case.heads][0]
+    shapes = (hq, sq + skv), (hq, sq, 1), (1, 1, skv)
+    table, rows, keys = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    table.requires_grad_()
+    rows.requires_grad_()
+    at_position = mods.Score(lambda s, b, h, q, kv, aux: s * aux[1] + torch.tanh(aux[0]), aux=(rows, keys))
+    given = {"score": by_distance(table).then(at_position), "alibi_slopes": torch.ones(hq), "causal": True}
+    data = inputs(case)
+    where = {"mesh": mesh_of(case)} if case.mesh else {"group": groups[case.ranks]}
+    layout, (queries, of_keys) = shardings(case)
+    cut = [context.shard(data[n], s, dist.get_rank()) for n, s in (("q", queries), ("k", of_keys), ("v", of_keys))]
+    out = context.attention(*cut, **where, method=case.method, layout_of_sequence=layout, **given)
+    dout = context.shard(data["dout"], queries, dist.get_rank())
+    found = list(torch.autograd.grad(out, [table, rows], dout))
+    alone = sartor.attention(data["q"], data["k"], data["v"], **given)
+    found += torch.autograd.grad(alone, [table, rows], data["dout"])
+    return found
 
 
 _MESHES: dict[Any, Any] = {}

@@ -13,8 +13,8 @@ from sartor.testing import check_all, reference, reference_gradients
 
 FEATURES = [
     "full", "causal", "top_left", "window", "sliding", "far", "documents", "causal_documents", "packed", "prefix",
-    "per_item", "function", "table", "mask_tensor", "mask_keys", "score", "score_tensor", "alibi", "softcap", "bias",
-    "bias_broadcast", "bias_rows", "sinks", "everything",
+    "per_item", "function", "table", "mask_tensor", "mask_keys", "score", "score_tensor", "indexed", "alibi", "softcap",
+    "bias", "bias_broadcast", "bias_rows", "sinks", "everything",
 ]  # fmt: skip
 OF_ROWS = {"mask_tensor", "bias", "bias_rows", "everything"}  # tables of queries, which Ulysses refuses
 
@@ -105,6 +105,25 @@ SHAPES = [
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shapes(world, case):
     check(world, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(method="ring", kind="zigzag", ranks=3, seqlen_q=20),
+        Case(method="ring", kind="striped", ranks=4, seqlen_q=21, seqlen_kv=30),
+        Case(method="allgather", kind="zigzag", ranks=4, seqlen_q=20),
+        Case(method="ulysses", kind="contiguous", ranks=2, seqlen_q=21),
+        Case(method="usp", kind="zigzag", mesh=(2, 2), seqlen_q=24),
+    ],
+    ids=str,
+)
+def test_gradients_of_what_scores_read(world, case):
+    ranks = case.mesh[0] * case.mesh[1] if case.mesh else case.ranks
+    answers = world.run(ranks, cases.learned, case)
+    for i in range(2):
+        found, exact = sum(a[i] for a in answers), answers[0][2 + i]
+        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

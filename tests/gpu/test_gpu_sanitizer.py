@@ -1,6 +1,6 @@
 """compute-sanitizer over the CUDA C++ kernels on small problems: no access outside tensors, no unexplained race.
 
-What racecheck names in the other kernels, and why that is ordered, is in docs/design.md, "Evidence without a GPU".
+What racecheck names in the other kernels, and why that is ordered, is in docs/notes/sanitizer.md.
 """
 
 from __future__ import annotations

@@ -2,76 +2,24 @@
 
 A step of the ring takes max(compute of the block before, transfer of the next one); the other methods add up what they
 transfer and what they compute. Compute is FLOPs over a kernel rate that depends on the length of a block; a transfer is
-a latency and bytes over the rate of the link, NVLink within a host, the network between hosts. Everything the model
-reads is in `Machine`. Masks other than a band count as if everything were seen, so that no device is asked.
+a latency and bytes over the rate of the link, within a host or between hosts. Everything the model reads is in
+`machine.Machine`. Masks other than a band count as if everything were seen, so that no device is asked.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
+from sartor.distributed.machine import Machine, machine_of
 from sartor.distributed.sharding import Sharding
 from sartor.distributed.sight import Sight, sight
 from sartor.problem import Call
 
 Window = tuple[int | None, int | None] | None
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the model knows of a machine. Rates of kernels are bfloat16's at head dim 128, (tokens, TFLOP/s), from the
-    records that `source` names; rates of links are 80 % of what their makers state, in one direction."""
-
-    name: str
-    forward: tuple[tuple[int, float], ...]
-    backward: tuple[tuple[int, float], ...]
-    source: str
-    host_ranks: int  # ranks of a host
-    near: float  # bytes/s to a rank of the same host
-    far: float  # bytes/s to a rank of another
-    near_latency: float  # seconds
-    far_latency: float
-    step: float  # seconds that a step costs the host: launches, and the merging of small results
-    memory: float  # bytes of a rank
-
-    def rate(self, backward: bool, length: int, itemsize: int) -> float:
-        """FLOP/s of a kernel on a block of so many tokens, between two records on a logarithmic scale."""
-        table = self.backward if backward else self.forward
-        slower = {2: 1.0, 4: 0.25, 8: 0.05}.get(itemsize, 1.0)
-        at = math.log2(max(length, 1))
-        points = [(math.log2(n), rate * 1e12 * slower) for n, rate in table]
-        if at <= points[0][0]:
-            return points[0][1] * 2 ** (at - points[0][0])  # below, the time of a block no longer shrinks
-        for (x0, y0), (x1, y1) in pairwise(points):
-            if at <= x1:
-                return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-        return points[-1][1]
-
-    def transfer(self, count: float, one: int, other: int) -> float:
-        """Seconds for so many bytes from one rank to another."""
-        if count == 0:
-            return 0.0
-        near = one // self.host_ranks == other // self.host_ranks
-        return (self.near_latency + count / self.near) if near else (self.far_latency + count / self.far)
-
-
-H200 = Machine(
-    "h200",
-    ((512, 572.968), (1024, 627.736), (2048, 677.707), (4096, 707.996), (8192, 735.778), (16384, 752.818)),
-    ((512, 360.171), (1024, 478.377), (2048, 523.86), (4096, 574.332), (8192, 594.928), (16384, 596.098)),
-    "benchmarks/results/h200/paper.jsonl, runs 20261123T173650-6a6b (forward) and 20261122T182849-030f (backward)",
-    host_ranks=8, near=0.8 * 450e9, far=0.8 * 50e9, near_latency=10e-6, far_latency=20e-6, step=30e-6, memory=141e9,
-)  # fmt: skip
-CPU = Machine(
-    "cpu", ((512, 0.1), (4096, 0.1)), ((512, 0.1), (4096, 0.1)), "a guess: no record of several processes",
-    host_ranks=1 << 20, near=2e9, far=2e9, near_latency=100e-6, far_latency=100e-6, step=300e-6, memory=16e9,
-)  # fmt: skip
 
 
 class Work(NamedTuple):
@@ -101,6 +49,16 @@ class Work(NamedTuple):
         """Bytes of k and v."""
         size = self.itemsize if itemsize is None else itemsize
         return tokens * self.batch * self.heads_kv * (self.dim + self.dim_v) * size
+
+    def repeats(self, shares: int) -> int:
+        """How often a key head is there where so many ranks share heads, and some must share one."""
+        group = self.heads_q // self.heads_kv
+        return group // math.gcd(max(self.heads_q // shares, 1), group)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of partial results and of gradients that are summed over ranks."""
+        return max(4, self.itemsize)
 
 
 class Time(NamedTuple):
@@ -141,11 +99,6 @@ def work_of(call: Call, ranks: int, shares: int, queries: str, keys: str) -> Wor
         call.causal, call.window, any(t.dim() > 1 and t.shape[-2] != 1 for t in tables),
         torch.is_grad_enabled() and call.needs_gradient,
     )  # fmt: skip
-
-
-def machine_of(device: torch.device) -> Machine:
-    """The machine whose numbers are taken for a device."""
-    return CPU if device.type == "cpu" else H200
 
 
 def choose(call: Call, ranks: Any, queries: str, keys: str) -> str:
@@ -222,9 +175,11 @@ def _passes(queries: Sharding, keys: Sharding, work: Work, machine: Machine, str
         rate = machine.rate(backward, length, work.itemsize)
         flops = work.pair / heads * (2.5 if backward else 1)
         compute = [pairs * flops / rate + (machine.step if pairs else 0) for pairs, _ in blocks]
-        wire = work.itemsize + 4 if backward else work.itemsize
+        wire = work.itemsize + work.wide if backward else work.itemsize
         moved = [
-            machine.transfer(work.key_bytes(sent, wire) / heads, rank * stride, (rank - t) % ranks * stride)
+            machine.transfer(
+                work.key_bytes(sent, wire) * work.repeats(heads) / heads, rank * stride, (rank - t) % ranks * stride
+            )
             for t, (_, sent) in enumerate(blocks)
         ]
         exposed = sum(max(0.0, x - c) for c, x in zip(compute, moved[1:], strict=False))
@@ -239,25 +194,48 @@ def _ring(work: Work, machine: Machine, backward: bool) -> Time:
 def _allgather(work: Work, machine: Machine, backward: bool) -> Time:
     queries, keys = Sharding.parse(work.queries), Sharding.parse(work.keys)
     view, far = _sight(work, queries), work.ranks - 1
-    wire = work.itemsize + 4 if backward else work.itemsize
-    count = work.key_bytes(keys.seqlen, wire) * (work.ranks - 1) / work.ranks
     worst = 0.0
     for rank in sorted({0, far // 2, far}):
         pairs = sum(area(view, queries, keys, rank, owner)[0] for owner in range(keys.ranks))
         length = min((run.count for run in queries.runs[rank]), default=1)
         flops = pairs * work.pair * (2.5 if backward else 1)
         worst = max(worst, flops / machine.rate(backward, length, work.itemsize) + machine.step)
-    return Time(worst, machine.transfer(count, 0, far))
+    return Time(worst, machine.transfer(_gathered(work, backward), 0, far, 4 if backward else 2))
 
 
-def _shuffle(work: Work, machine: Machine, shares: int, backward: bool) -> float:
-    """Seconds of the all-to-alls: q, k, v and out there and back; in the backward, dout, dq, dk and dv."""
+def _gathered(work: Work, backward: bool) -> float:
+    """Bytes of k and v that a rank gets; in the backward, of dk and dv that it gives too."""
+    wire = work.itemsize + work.wide if backward else work.itemsize
+    return work.key_bytes(Sharding.parse(work.keys).seqlen, wire) * (work.ranks - 1) / work.ranks
+
+
+def _shuffled(work: Work, shares: int, backward: bool) -> float:
+    """Bytes that a rank gives in all-to-alls: of q, k, v, out and lse; in the backward, of dout, dq, dk and dv."""
     queries, keys = Sharding.parse(work.queries), Sharding.parse(work.keys)
-    group = work.heads_q // work.heads_kv
-    each = group // math.gcd(max(work.heads_q // shares, 1), group)
     rows = queries.seqlen / work.ranks * work.batch * work.heads_q * (work.dim + work.dim_v) * work.itemsize
-    count = rows + work.key_bytes(keys.seqlen / work.ranks) * each
-    return 2 * machine.step + machine.transfer(count * (shares - 1) / shares, 0, shares - 1)
+    lse = 0 if backward else queries.seqlen / work.ranks * work.batch * work.heads_q * work.wide
+    return (rows + lse + work.key_bytes(keys.seqlen / work.ranks) * work.repeats(shares)) * (shares - 1) / shares
+
+
+def _passed(work: Work, rank: int, backward: bool) -> float:
+    """Bytes that a rank of the ring gives: keys, and in the backward gradients of those of others."""
+    queries, keys = (Sharding.parse(text).joined(work.shares) for text in (work.queries, work.keys))
+    view, number = _sight(work, queries), rank // work.shares
+    others = [r for r in range(keys.ranks) if r != number]
+    given = sum(area(view, queries, keys, reader, number)[1] for reader in others)
+    got = sum(area(view, queries, keys, number, owner)[1] for owner in others) if backward else 0
+    count = work.key_bytes(given) + work.key_bytes(got, work.wide)
+    return count * work.repeats(work.shares) / work.shares
+
+
+def traffic(work: Work, method: str, rank: int, backward: bool) -> float:
+    """Bytes that a rank gives to others in one pass, by this model; an all-gather counts as its own to each of them."""
+    if method == "allgather":
+        return _gathered(work, backward)
+    if method == "ring":
+        return _passed(work, rank, backward)
+    shares = work.ranks if method == "ulysses" else work.shares
+    return _shuffled(work, shares, backward) + _passed(work._replace(shares=shares), rank, backward)
 
 
 def _ulysses(work: Work, machine: Machine, backward: bool) -> Time:
@@ -267,4 +245,6 @@ def _ulysses(work: Work, machine: Machine, backward: bool) -> Time:
 def _usp(work: Work, machine: Machine, backward: bool) -> Time:
     queries, keys = (Sharding.parse(text).joined(work.shares) for text in (work.queries, work.keys))
     inner = _passes(queries, keys, work, machine, work.shares, backward)
-    return Time(inner.compute, inner.exposed + _shuffle(work, machine, work.shares, backward))
+    count = _shuffled(work, work.shares, backward)
+    shuffles = 2 * machine.step + machine.transfer(count, 0, work.shares - 1, 4 if backward else 5)
+    return Time(inner.compute, inner.exposed + shuffles)

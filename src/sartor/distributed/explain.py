@@ -8,7 +8,8 @@ from typing import Any
 from sartor import api as dense
 from sartor.checks import known_layout
 from sartor.distributed.api import ranks_of, shardings_of
-from sartor.distributed.choose import Forecast, Machine, Work, forecasts, machine_of, work_of
+from sartor.distributed.choose import Forecast, Work, forecasts, work_of
+from sartor.distributed.machine import Machine, machine_of
 from sartor.distributed.sharding import Sharding
 from sartor.distributed.sight import sight
 from sartor.mods.core import Mask
@@ -61,7 +62,7 @@ def explain(
 
     Args:
         q, k, v: shards, as in `attention`; meta tensors will do.
-        machine: whose numbers to take; by default the device's (`sartor.distributed.choose`).
+        machine: whose numbers to take; by default the device's (`sartor.distributed.machine`).
         method: to ask what another than the one chosen would take.
         Others: as in `attention`.
     """

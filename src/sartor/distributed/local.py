@@ -126,6 +126,14 @@ class Local:
             at.frame.kv.tokens if table.shape[3] > 1 else every
         )  # fmt: skip
 
+    def table_part(self, table: Tensor, number: int, at: Rectangle) -> Tensor:
+        """What tensor `number` of the score holds for a rectangle, of a table of its shape; a view."""
+        score = self.call.score
+        assert score is not None
+        assert at.frame is not None
+        place = [i for i, a in enumerate(score.aux) if isinstance(a, Tensor)][number]
+        return table if place in score.tables else at.frame.cut(table)
+
     def add(self, merged: Merged, block: Runs, k: Tensor, v: Tensor) -> None:
         """Merge the results over a block of keys."""
         dtype = wide(self.call.q.dtype)
@@ -173,8 +181,8 @@ def _stacked(cells: list[Rectangle]) -> list[Rectangle]:
 
 
 class Sums:
-    """Gradients in float32 (float64 for float64 inputs) as far as they were added: of the queries and the bias of this
-    rank, and of the block of keys that `start` was told of last."""
+    """Gradients in float32 (float64 for float64 inputs) as far as they were added: of the queries, the bias and the
+    score's tensors of this rank, and of the block of keys that `start` was told of last."""
 
     def __init__(self, local: Local) -> None:
         call = local.call
@@ -183,6 +191,8 @@ class Sums:
         self.dbias: Any = None
         if call.bias is not None and call.bias_gradient:
             self.dbias = torch.zeros(four_dims(call.bias).shape, dtype=self.dtype, device=call.q.device)
+        tables = () if call.score is None else call.score.tensors
+        self.dtables = [tables[i].new_zeros(tables[i].shape, dtype=self.dtype) for i in call.table_gradients or ()]
 
     def start(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """dk and dv of a block, from now on."""
@@ -197,3 +207,5 @@ class Sums:
         if self.dbias is not None and g.dbias is not None:
             total = self.dbias[local.pairs(local.call.bias, at)]  # type: ignore[arg-type]
             total += g.dbias
+        for total, i, d in zip(self.dtables, local.call.table_gradients or (), g.dtables, strict=True):
+            local.table_part(total, i, at).add_(d)

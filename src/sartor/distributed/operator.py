@@ -18,21 +18,21 @@ from sartor.distributed.local import Local
 from sartor.distributed.merge import Merged
 from sartor.distributed.ring import Ring
 from sartor.distributed.sharding import Sharding
+from sartor.distributed.shift import values
 from sartor.distributed.transport import Transport
 from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.spec import Operands, Saved
 from sartor.mods.core import Mod
-from sartor.mods.tracing import resolve
 from sartor.problem import Call, Problem, wide
 
 Tensor = torch.Tensor
 METHODS: dict[str, Any] = {"ring": Ring, "allgather": Gathered}
 _PLACE = "str method, str group, str queries, str keys, int first_head, int heads, bool gradient, float timeout"
 _LIBRARY = torch.library.Library("sartor", "FRAGMENT")
-_LIBRARY.define(f"context_attention({_PLACE}, {ops._ARGUMENTS}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"context_attention({_PLACE}, {ops.SCHEMA}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "context_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_gradient,"
-    f" {_PLACE}, {ops._ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f" int[] table_gradients, {_PLACE}, {ops.SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -73,9 +73,11 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.impl(_LIBRARY, "context_attention_backward", "CompositeExplicitAutograd")
-def _backward(dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: bool, *args: Any) -> tuple[Tensor, ...]:
+def _backward(
+    dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: bool, table_gradients: list[int], *args: Any
+) -> tuple[Tensor, ...]:
     place, call = Place(*args[:OWN]), ops._call(*args[OWN:])
-    call.bias_gradient = bias_gradient
+    call.bias_gradient, call.table_gradients = bias_gradient, tuple(table_gradients)
     with torch.no_grad():
         transport = Transport.named(place.group, place.timeout)
         local = _local(place, call, transport)
@@ -83,7 +85,8 @@ def _backward(dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: 
         none = call.q.new_empty(0)
         dbias = none if sums.dbias is None else sums.dbias.to(call.bias.dtype).view(call.bias.shape)  # type: ignore[union-attr]
         dsinks = none if call.sinks is None else _sink_gradient(call, out, lse, dout, dlse)
-        return sums.dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype), dbias, dsinks
+        dtables = torch.cat([none.to(sums.dtype), *(t.ravel() for t in sums.dtables)])
+        return sums.dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype), dbias, dsinks, dtables
 
 
 def _sink_gradient(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any) -> Tensor:
@@ -141,8 +144,9 @@ def _check(place: Place, local: Local) -> None:
     if isinstance(call.mask, Tensor):
         _check_table("mask", call.mask, (b, hq, sq, skv))
     for name, mod in (("mask", call.mask), ("score", call.score)):
-        for t in mod.tensors if isinstance(mod, Mod) else ():
-            _check_table(f"what {name} reads", t, (b, 0 if place.heads else hq, local.queries.seqlen, skv))
+        for i, read in enumerate(mod.aux if isinstance(mod, Mod) else ()):
+            if isinstance(read, Tensor) and i not in mod.tables:  # type: ignore[union-attr]
+                _check_table(f"what {name} reads", read, (b, 0 if place.heads else hq, local.queries.seqlen, skv))
 
 
 def check_places(name: str, t: Tensor, sharding: Sharding, rank: int) -> None:
@@ -174,8 +178,7 @@ def _description(place: Place, local: Local) -> str:
         if isinstance(found, Tensor):
             extras.append(f"{name} {found.dtype} of {found.dim()} dims")  # rows are as many as the shard has places
         elif found is not None:
-            lengths = local.queries.seqlen, local.keys.seqlen
-            aux = [resolve(a, *lengths) for a in found.aux]
+            aux = values(found, local.queries.seqlen, local.keys.seqlen)
             read = [tuple(a.shape) if isinstance(a, Tensor) else a for a in aux]
             extras.append(f"{name} {found.text} of {read}")
     return (
@@ -190,7 +193,7 @@ def _description(place: Place, local: Local) -> str:
 @torch.library.register_fake("sartor::context_attention", lib=_LIBRARY)
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     q, _, v = args[OWN : OWN + 3]
-    out_dtype = args[OWN + len(ops._ARGUMENTS.split(",")) - 3]
+    out_dtype = ops.named(args[OWN:])["out_dtype"]
     b, sq, hq, _ = q.shape
     return q.new_empty((b, sq, hq, v.shape[3]), dtype=out_dtype or q.dtype), q.new_empty(
         (b, hq, sq), dtype=wide(q.dtype)
@@ -199,10 +202,12 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("sartor::context_attention_backward", lib=_LIBRARY)
 def _backward_fake(
-    dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: bool, *args: Any
+    dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: bool, table_gradients: list[int], *args: Any
 ) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = ops._attention_backward_fake(dout, dlse, out, lse, bias_gradient, [], *args[OWN:])
-    return found[:5]  # it has no gradients of tables
+    found: tuple[Tensor, ...] = ops._attention_backward_fake(
+        dout, dlse, out, lse, bias_gradient, table_gradients, *args[OWN:]
+    )
+    return found
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -211,16 +216,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> Any:
-    n = ctx.n_mod_tensors
-    *tensors, out, lse = ctx.saved_tensors
-    inputs, mod_tensors = tensors[:7], list(tensors[7 : 7 + n])
-    dout = torch.zeros_like(out) if dout is None else dout
-    wanted = ctx.needs_input_grad[OWN + 3]
-    g = torch.ops.sartor.context_attention_backward(
-        dout, dlse, out, lse, wanted, *ctx.place, *inputs, mod_tensors, *ctx.options
-    )
-    dbias, dsinks = g[3] if wanted else None, None if inputs[6] is None else g[4]
-    return *[None] * OWN, *g[:3], dbias, None, None, dsinks, [None] * n, *([None] * len(ctx.options))
+    return ops.gradients_by(torch.ops.sartor.context_attention_backward, ctx, dout, dlse, ctx.place)
 
 
 torch.library.register_autograd("sartor::context_attention", _gradients, setup_context=_setup_context, lib=_LIBRARY)

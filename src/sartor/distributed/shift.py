@@ -2,7 +2,8 @@
 
 Query number i of a block is token `first + step * i` of the sequence, and so for keys; head number h is head
 `first_head + h`. The functions of a mask are composed with that: they see what they would see on one device. Numbers go
-through `aux`, so that another block compiles nothing anew; tensors are cut to what belongs to the block.
+through `aux`, so that another block compiles nothing anew; tensors are cut to what belongs to the block, but for those
+that a function indexes, which it reads at positions of the whole sequence.
 """
 
 from __future__ import annotations
@@ -42,11 +43,16 @@ class Frame:
 
     def aux(self, mod: Mod) -> tuple[Any, ...]:
         """What the mod's functions read for the block, and after it what `_Shift` reads."""
-        own = (resolve(a, self.seqlen_q, self.seqlen_kv) for a in mod.aux)
         return (
-            *(self.cut(a) if isinstance(a, torch.Tensor) else a for a in own),
+            *(self.cut(a) if isinstance(a, torch.Tensor) and i not in mod.tables else a
+              for i, a in enumerate(values(mod, self.seqlen_q, self.seqlen_kv))),
             self.q.first, self.kv.first, self.q.step, self.kv.step, self.first_head,
         )  # fmt: skip
+
+
+def values(mod: Mod, seqlen_q: int, seqlen_kv: int) -> tuple[Any, ...]:
+    """The aux values of a mod for sequences of these lengths: numbers, tensors of four dims, and tables as they are."""
+    return tuple(a if i in mod.tables else resolve(a, seqlen_q, seqlen_kv) for i, a in enumerate(mod.aux))
 
 
 def shifted(mod: AnyMod, frame: Frame) -> AnyMod:

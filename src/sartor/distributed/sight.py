@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from sartor.distributed.sharding import Run, Runs, Sharding
-from sartor.distributed.shift import Window, band, both, sides_of
+from sartor.distributed.shift import Window, band, both, sides_of, values
 from sartor.mods.core import BIG, Mask
 from sartor.mods.expr import evaluate
-from sartor.mods.tracing import resolve, traced
+from sartor.mods.tracing import traced
 
 ALIGNED = 128  # keys are sent in multiples of that many, so that lengths are few and rows of tiles whole
 Span = tuple[int, int, int, int]
@@ -124,9 +124,9 @@ def _sight(spans: tuple[tuple[Span, ...], ...]) -> Sight:
 def rows(mask: Mask, seqlen_q: int, seqlen_kv: int) -> tuple[torch.Tensor, ...]:
     """(lo, hi, full_lo, full_hi), int64 (seqlen_q,) each, on the CPU: over all batch items and heads, the hull of the
     keys a query sees and what it sees all of. A query that sees nothing has lo = BIG and hi = 0."""
-    aux = tuple(resolve(a, seqlen_q, seqlen_kv) for a in mask.aux)
-    aux = tuple(a.cpu() if isinstance(a, torch.Tensor) else a for a in aux)
-    batch, heads = (max((a.shape[dim] for a in aux if isinstance(a, torch.Tensor)), default=1) for dim in (0, 1))
+    aux = tuple(a.cpu() if isinstance(a, torch.Tensor) else a for a in values(mask, seqlen_q, seqlen_kv))
+    placed = [a for i, a in enumerate(aux) if isinstance(a, torch.Tensor) and i not in mask.tables]
+    batch, heads = (max((a.shape[dim] for a in placed), default=1) for dim in (0, 1))
     assert mask.rows is not None  # read off the predicate where it was not given
     found = traced(mask.rows, ("b", "h", "q"), mask.aux)
     reads = set().union(*(e.leaves() for e in found))

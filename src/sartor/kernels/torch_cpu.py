@@ -38,8 +38,8 @@ from sartor.kernels import blocked
 from sartor.kernels.algebra import LARGE, finite, resolved, spoiled, working_dtype
 from sartor.kernels.spans import KEPT, Frame, frames, hidden
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
-from sartor.mods.core import Program
 from sartor.mods.masks import causal
+from sartor.mods.program import Program
 from sartor.mods.tracing import four_dims
 from sartor.problem import Problem, wide
 

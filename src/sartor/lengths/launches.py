@@ -9,6 +9,8 @@ import torch
 import triton.language as tl
 from triton import knobs
 
+from sartor.kernels.triton import direct
+from sartor.kernels.triton.launch import version
 from sartor.lengths import kernels, values
 from sartor.lengths.intervals import Cache, Pair
 
@@ -17,13 +19,13 @@ Tensors = tuple[Tensor, Tensor]
 BLOCK = 128  # places, items or units of memory of one program
 UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
 
-_COMPILED: dict[Any, Any] = {}
+_COMPILED: dict[Any, tuple[Any, direct.Open | None]] = {}
 
 
 def launch(kernel: Any, grid: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *constants: Any) -> None:
     """Launch on the current stream of the device of the tensors.
 
-    Triton compiles once for the tensors' dtypes. After that the compiled kernel is started as it is, over addresses:
+    Triton compiles once for the tensors' dtypes. After that the driver starts the compiled kernel over addresses:
     Triton's own way to it looks at every argument and takes several times as long.
     """
     device = tensors[0].device
@@ -31,13 +33,15 @@ def launch(kernel: Any, grid: int, tensors: tuple[Tensor, ...], numbers: tuple[i
         with torch.cuda.device(device):
             return launch(kernel, grid, tensors, numbers, *constants)
     key = (kernel.__name__, device, *[t.dtype for t in tensors], *constants)
-    compiled = _COMPILED.get(key)
-    if compiled is not None:
+    compiled, opened = _COMPILED.get(key, (None, None))
+    if compiled is None:
+        compiled = kernel[(grid,)](*tensors, *numbers, *constants, BLOCK)
+        if not knobs.runtime.interpret:
+            _COMPILED[key] = compiled, direct.Open.of(compiled, version())
+    elif opened is None or direct.hooked():
         compiled[(grid, 1, 1)](*[t.data_ptr() for t in tensors], *numbers, *constants, BLOCK)
-        return None
-    compiled = kernel[(grid,)](*tensors, *numbers, *constants, BLOCK)
-    if not knobs.runtime.interpret:
-        _COMPILED[key] = compiled
+    else:
+        opened.start(grid, [t.data_ptr() for t in tensors], numbers, direct.current_stream())
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from sartor import driver
 
 KNOWN = (3, 5), (3, 7)  # releases, first and last
 LETTERS = {"i32": "i", "i64": "q", "fp32": "f"}  # of `driver.Frame`, by Triton's types
+NUMBERS = frozenset({int, type(None)})
 SCRATCH = 2  # pointers after the arguments
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\b")
 
@@ -67,6 +68,36 @@ def _value(leaf: Leaf) -> Any:
     return ctypes.c_float(leaf.value).value if leaf.letter == "f" else leaf.value
 
 
+def as_written(compiled: Any, letters: list[str | None]) -> bool:
+    """Whether the parameters of a compiled kernel are these, and the pointers to scratch."""
+    if None in letters:
+        return False
+    sizes = [driver.size(letter or "") for letter in letters] + [driver.size("P")] * SCRATCH
+    return sizes == parameters(compiled.asm["ptx"])
+
+
+class Open:
+    """A compiled kernel of which every argument may change with each call: tensors first, then numbers."""
+
+    def __init__(self, compiled: Any, letters: str) -> None:
+        metadata, n = compiled.metadata, len(letters)
+        self.function, fixed = ctypes.c_void_p(compiled.function), {n + i: 0 for i in range(SCRATCH)}
+        block = 32 * metadata.num_warps
+        self.launcher = driver.Launcher(metadata.name, block, metadata.shared, letters + "P" * SCRATCH, fixed)
+
+    @classmethod
+    def of(cls, compiled: Any, version: tuple[int, ...]) -> Open | None:
+        """None where Triton had better launch it."""
+        kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+        letters = ["P" if kind[0] == "*" else LETTERS.get(kind) for kind in kinds]
+        known = KNOWN[0] <= version <= KNOWN[1] and plain(compiled.metadata) and as_written(compiled, letters)
+        return cls(compiled, "".join(letter or "" for letter in letters)) if known else None
+
+    def start(self, grid: int, addresses: Sequence[int], numbers: Sequence[int], stream: int) -> None:
+        """Launch."""
+        self.launcher.start(self.function, (grid, 1, 1), stream, (*addresses, *numbers))
+
+
 class Direct:
     """A compiled kernel with everything about a launch of it that no call changes."""
 
@@ -75,6 +106,7 @@ class Direct:
         fixed = {i: _value(leaf) for i, leaf in enumerate(found) if leaf.letter != "P"}
         fixed |= {len(found) + i: 0 for i in range(SCRATCH)}
         self.changing = [(leaf.name, leaf.path) for leaf in found if leaf.letter == "P"]
+        self.names = None if any(path for _, path in self.changing) else [name for name, _ in self.changing]
         self.function, self.grid = ctypes.c_void_p(compiled.function), (grid, 1, 1)
         metadata = compiled.metadata
         self.launcher = driver.Launcher(metadata.name, 32 * metadata.num_warps, metadata.shared, letters, fixed)
@@ -86,13 +118,14 @@ class Direct:
         if not KNOWN[0] <= version <= KNOWN[1] or list(signature) != list(arguments) or not plain(compiled.metadata):
             return None
         found = [leaf for name, kind in signature.items() for leaf in leaves(kind, arguments[name], name)]
-        if any(leaf.letter is None for leaf in found):
-            return None
-        sizes = [driver.SIZES[leaf.letter or ""] for leaf in found] + [driver.SIZES["P"]] * SCRATCH
-        return cls(compiled, found, grid) if sizes == parameters(compiled.asm["ptx"]) else None
+        return cls(compiled, found, grid) if as_written(compiled, [leaf.letter for leaf in found]) else None
 
-    def addresses(self, arguments: dict[str, Any]) -> list[int]:
+    def addresses(self, arguments: dict[str, Any]) -> Sequence[int]:
         """What changes, in the order of the parameters; 0 for what is not among `arguments`."""
+        if self.names is not None:
+            given = [*map(arguments.get, self.names)]
+            if NUMBERS.issuperset(map(type, given)):
+                return [address or 0 for address in given]
         found = []
         for name, path in self.changing:
             value = arguments.get(name)

@@ -23,7 +23,7 @@ from sartor.lab.workloads.workload import Inputs, Workload
 CACHES = ("SARTOR_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 CODE = """import sys, time, torch
 start = time.perf_counter()
-import sartor
+from sartor import *
 import_s = time.perf_counter() - start
 from sartor.lab.measure import fresh
 fresh.main(sys.argv[1], import_s)

@@ -1,0 +1,6 @@
+"""`python -m sartor` is the command `sartor`."""
+
+from sartor.cli import main
+
+if __name__ == "__main__":
+    main()

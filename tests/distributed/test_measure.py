@@ -1,0 +1,109 @@
+"""What `sartor doctor --distributed` measures, and that "auto" goes by it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import sartor.distributed as context
+from sartor.distributed import machine
+from sartor.distributed.machine import CPU, H200, Machine, file_of, machine_of
+from sartor.lab.measure import context as measured_context
+from sartor.lab.measure import links
+from sartor.lab.measure.records import Run
+from sartor.lab.workloads.workload import Workload
+
+SHORT = links.Plan(("float32", "float64"), (32, 64), 64, 1, 8, 1 << 16)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where machines are kept; what was read before is forgotten."""
+    monkeypatch.setenv("SARTOR_CACHE", str(tmp_path))
+    machine._measured.cache_clear()
+    yield tmp_path
+    machine._measured.cache_clear()
+
+
+def measured(groups):
+    return links.measure(torch.device("cpu"), SHORT)
+
+
+def test_all_ranks_measure_the_same(world, folder):
+    found = world.run(4, measured)
+    assert all(one == found[0] for one in found)
+    one = found[0]
+    assert one.host_ranks == 4
+    assert [n for n, _ in one.forward] == [n for n, _ in one.backward] == [32, 64]
+    assert [size for size, _ in one.precisions] == [4, 8]
+    assert min(one.near, one.near_latency, one.step, one.memory, *(rate for _, rate in one.forward)) > 0
+    assert "by 4 ranks over gloo" in one.source
+    cpu = torch.device("cpu")
+    assert machine_of(cpu) == CPU
+    one.write(file_of(cpu))
+    machine._measured.cache_clear()
+    assert machine_of(cpu) == one
+    assert machine_of(torch.device("meta")) == H200
+
+
+def test_a_file_that_is_none_is_ignored_aloud(folder):
+    path = file_of(torch.device("cpu"))
+    for text in ("{", "[]", '{"name": "cpu"}'):
+        path.write_text(text)
+        machine._measured.cache_clear()
+        with pytest.warns(UserWarning, match=re.escape(f"{path} is ignored")):
+            assert machine_of(torch.device("cpu")) == CPU
+    replace(CPU, near=0.0).write(path)
+    with pytest.raises(ValueError, match="rates, ranks and memory > 0"):
+        Machine.read(path)
+
+
+def asked(groups, folder):
+    """What "auto" takes by the machine of a folder."""
+    before = os.environ.get("SARTOR_CACHE", "")
+    os.environ["SARTOR_CACHE"] = folder
+    machine._measured.cache_clear()
+    q, k, v = (torch.empty(1, 512, 4, 8) for _ in range(3))
+    found = context.explain(q, k, v, group=groups[4], causal=True, layout_of_sequence="zigzag")
+    os.environ["SARTOR_CACHE"] = before
+    machine._measured.cache_clear()
+    return found.method, found.machine.source
+
+
+@pytest.mark.parametrize(("latency", "rate", "method"), [(1e-9, 1e6, "ulysses"), (1.0, 1e12, "allgather")])
+def test_auto_goes_by_it(world, folder, latency, rate, method):
+    made = replace(CPU, near_latency=latency, near=rate, step=1e-9, source="of this test")
+    made.write(file_of(torch.device("cpu")))
+    assert set(world.run(4, asked, str(folder))) == {(method, "of this test")}
+
+
+def bytes_of(groups, w, method, ranks):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    where = {"group": groups[ranks]}
+    if method == "usp":
+        where = {"mesh": DeviceMesh("cpu", torch.arange(ranks).view(2, ranks // 2))}
+    run = Run("test", "test", {})
+    return [r.counters for r in measured_context.traffic(w, where, method, groups[ranks], run)]
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("method", "ranks"), [("ring", 3), ("allgather", 4), ("ulysses", 2), ("ulysses", 4), ("usp", 4)]
+)
+@pytest.mark.parametrize("mask", ["causal", "window64"])
+def test_ranks_give_what_the_model_says(world, heads, method, ranks, mask):
+    w = Workload(2, *heads, 768, 768, 8, 8, "bfloat16", mask)
+    for answer in world.run(ranks, bytes_of, w, method, ranks):
+        for counters in answer:
+            assert counters["bytes given"] == counters["bytes by the model"] > 0
+
+
+def test_doctor_needs_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="must be run by torchrun"):
+        next(links.examine())
