@@ -13,8 +13,12 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-LETTERS = {"P": "Q", "q": "q", "i": "i", "f": "f", "M": "128s", "T": "256s"}  # of a signature -> of struct
-SIZES = {letter: struct.calcsize("=" + code) for letter, code in LETTERS.items()}
+
+def size(letter: str) -> int:
+    """Bytes of a parameter; letters are those of `Frame`."""
+    return struct.calcsize("=" + letter.replace("P", "Q"))
+
+
 _NONE = ctypes.c_void_p(0)
 _ONE = ctypes.c_uint(1)
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -55,20 +59,20 @@ class Frame:
     """The arguments of one launch in memory: values, and the array of pointers to them that cuLaunchKernel takes.
 
     Args:
-        letters: one a parameter: P pointer (int), q int64, i int32, f float32, M tensor map (128 bytes), T two.
+        letters: one a parameter, as `struct` has them: q int64, i int32, f float32, 128s bytes; P for a pointer (int).
         fixed: the values of parameters, by index, that are the same in every launch; `write` takes the others.
     """
 
-    def __init__(self, letters: str, fixed: Mapping[int, Any] | None = None) -> None:
-        kept = fixed or {}
+    def __init__(self, letters: Sequence[str], fixed: Mapping[int, Any] | None = None) -> None:
+        kept, codes, sizes = fixed or {}, [letter.replace("P", "Q") for letter in letters], list(map(size, letters))
         changing = [i for i in range(len(letters)) if i not in kept]
         order = [*changing, *kept]  # in memory: what changes comes first, to be written at once
-        self.packer = struct.Struct("=" + "".join(LETTERS[letters[i]] for i in changing))
-        self.values = ctypes.create_string_buffer(sum(SIZES[letter] for letter in letters))
+        self.packer = struct.Struct("=" + "".join(codes[i] for i in changing))
+        self.values = ctypes.create_string_buffer(sum(sizes))
         places, end = {}, 0
         for i in order:
-            places[i], end = ctypes.addressof(self.values) + end, end + SIZES[letters[i]]
-        rest = struct.Struct("=" + "".join(LETTERS[letters[i]] for i in kept))
+            places[i], end = ctypes.addressof(self.values) + end, end + sizes[i]
+        rest = struct.Struct("=" + "".join(codes[i] for i in kept))
         rest.pack_into(self.values, self.packer.size, *kept.values())
         self.pointers = (ctypes.c_void_p * len(letters))(*(places[i] for i in range(len(letters))))
         self.address = ctypes.c_void_p(ctypes.addressof(self.pointers))
@@ -89,7 +93,7 @@ class Launcher:
     """
 
     def __init__(
-        self, name: str, block: int, shared: int, letters: str, fixed: Mapping[int, Any] | None = None
+        self, name: str, block: int, shared: int, letters: Sequence[str], fixed: Mapping[int, Any] | None = None
     ) -> None:
         self.name, self.letters, self.fixed = name, letters, fixed
         self.block, self.shared = ctypes.c_uint(block), ctypes.c_uint(shared)

@@ -16,12 +16,12 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from sartor import cache as disk
 from sartor import driver
@@ -233,34 +233,55 @@ def disassembler() -> str:
 _CODES: dict[Binary, Any] = {}  # loaded, and never unloaded: a captured graph outlives the plan that it was made with
 
 
+class Parameters(Protocol):
+    """What is declared of a kernel: its `extern "C"` name, its parameters' types by name, codes for `driver.Frame`."""
+
+    kernel: str
+    types: dict[str, str]
+
+    @property
+    def codes(self) -> tuple[str, ...]: ...
+
+
 class Kernel:
     """One kernel of a binary, ready to launch on any device of its architecture.
 
     Args:
         binary: what `compile` returned.
-        name: the kernel's `extern "C"` name.
-        signature: a letter a parameter, as `driver.Frame` takes them.
+        params: its name and parameters.
         block: threads a block.
         shared: bytes of dynamic shared memory a block.
+        fixed: the values of parameters, by name, that are the same in every launch.
     """
 
-    def __init__(self, binary: Binary, name: str, signature: str, block: int, shared: int = 0) -> None:
-        self.binary, self.name, self.signature, self.block, self.shared = binary, name, signature, block, shared
-        self._launcher = driver.Launcher(name, block, shared, signature)
+    def __init__(
+        self, binary: Binary, params: Parameters, block: int, shared: int = 0, fixed: Mapping[str, Any] | None = None
+    ) -> None:
+        self.binary, self.name, self.params, self.block, self.shared = binary, params.kernel, params, block, shared
+        self.fixed = fixed or {}
+        names = list(params.types)
+        self.changing = [name for name in names if name not in self.fixed]
+        fixed_at = {names.index(name): value for name, value in self.fixed.items()}
+        self._launcher = driver.Launcher(self.name, block, shared, params.codes, fixed_at)
         self._handles: dict[int, ctypes.c_void_p] = {}
 
-    def launch(self, grid: int | tuple[int, int, int], values: Sequence[Any], stream: int | None = None) -> None:
-        """Launch on `stream` (a raw handle), by default torch's current stream of the current device.
+    def launch(self, grid: int | tuple[int, int, int], values: Mapping[str, Any], stream: int | None = None) -> None:
+        """Launch with `values` by name on `stream` (a raw handle), by default torch's current stream of the device.
 
-        Raises LaunchError with the driver's reason; errors of the kernel itself come later, as CUDA's do.
+        Raises TypeError where a value is missing or one too many, LaunchError with the driver's reason; errors of the
+        kernel itself come later, as CUDA's do.
         """
         import torch
+
+        given = [values[name] for name in self.changing if name in values]
+        if not len(given) == len(values) == len(self.changing):
+            raise TypeError(f"{self.name} takes {', '.join(self.changing)}, got {', '.join(values)}")
 
         device = torch._C._cuda_getDevice()
         handle = self._handles.get(device) or self._load(device)
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(device)
-        self._launcher.start(handle, (grid, 1, 1) if isinstance(grid, int) else grid, stream, values)
+        self._launcher.start(handle, (grid, 1, 1) if isinstance(grid, int) else grid, stream, given)
 
     def _load(self, device: int) -> ctypes.c_void_p:
         """The driver's handle on a device; more shared memory than 48 KiB is asked for once, here."""

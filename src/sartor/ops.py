@@ -6,7 +6,10 @@ needs to see an operator (torch.compile, FakeTensor, FLOP counting, torch.jit.tr
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from sartor.device import Device
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost
 from sartor.mods.core import lookup, tensors_of
 from sartor.mods.recent import Recent
-from sartor.plan import choose, choose_backward
+from sartor.plan import advice, choose, choose_backward
 from sartor.problem import Call, Problem, Template, aux_values, wide
 
 Tensor = torch.Tensor
@@ -77,9 +80,16 @@ def prepare(call: Call) -> Prepared:
         problem, template = Problem.parse(call)
         device = Device.of(call.q.device)
         forward = own(choose(problem, device))
+        if sentence := advice(problem, device, forward):
+            _warn_once(sentence)
         found = Prepared(problem, device, forward, template, getattr(forward.kernel, "any_layout", False))
         _PREPARED.add(key, found)
     return found
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=6)  # the line that calls `attention`
 
 
 def run(call: Call, lse: bool) -> tuple[Tensor, Any]:
@@ -212,17 +222,20 @@ class _Last(torch.autograd.Function):
 
 # ---- the operators
 
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks,"
-    " Tensor[] mod_tensors, str mask_handle, str score_handle, str causal, int[]? window, float? softmax_scale,"
-    " float softcap, bool deterministic, ScalarType? out_dtype, str kernel, str precision"
-)
-CAUSAL = 7  # of the arguments after v
+ARGUMENTS = {  # of the operators, in their order
+    "q": "Tensor", "k": "Tensor", "v": "Tensor", "bias": "Tensor?", "mask": "Tensor?", "alibi_slopes": "Tensor?",
+    "sinks": "Tensor?", "mod_tensors": "Tensor[]", "mask_handle": "str", "score_handle": "str", "causal": "str",
+    "window": "int[]?", "softmax_scale": "float?", "softcap": "float", "deterministic": "bool",
+    "out_dtype": "ScalarType?", "kernel": "str", "precision": "str",
+}  # fmt: skip
+SCHEMA = ", ".join(f"{kind} {name}" for name, kind in ARGUMENTS.items())
+SINGLE = [name for name, kind in ARGUMENTS.items() if kind.startswith("Tensor") and kind != "Tensor[]"]  # one tensor
+OPTIONS = [name for name, kind in ARGUMENTS.items() if not kind.startswith("Tensor")]
 _LIBRARY = torch.library.Library("sartor", "DEF")
-_LIBRARY.define(f"attention({_ARGUMENTS}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"attention({SCHEMA}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_gradient, int[] table_gradients,"
-    f" {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"  # the last of all tables, side by side
+    f" {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"  # the last of all tables, side by side
 )
 
 
@@ -236,18 +249,23 @@ def as_operator_arguments(call: Call) -> tuple[Any, ...]:
     mask = None if handles[0] else call.mask
     causal = call.causal if isinstance(call.causal, str) else "bottom_right" if call.causal else ""
     window = None if call.window is None else [-1 if side is None else side for side in call.window]
-    return (
-        call.q, call.k, call.v, call.bias, mask, call.alibi_slopes, call.sinks, tensors, *handles, causal, window,
-        call.softmax_scale, call.softcap, call.deterministic, call.out_dtype, call.kernel, call.precision,
-    )  # fmt: skip
+    made = {"mask": mask, "mod_tensors": tensors, "causal": causal, "window": window}
+    made |= {"mask_handle": handles[0], "score_handle": handles[1]}
+    return tuple(made[name] if name in made else getattr(call, name) for name in ARGUMENTS)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Call:
-    bias, mask, slopes, sinks, tensors, mask_handle, score_handle, causal, window, *options = rest
-    left = iter(tensors)
-    mask, score = lookup(mask_handle, left) or mask, lookup(score_handle, left)
-    window = None if window is None else tuple(window)
-    return Call(q, k, v, bias, mask, score, slopes, sinks, causal or False, window, *options)
+def named(args: Sequence[Any]) -> dict[str, Any]:
+    """The operators' arguments by name."""
+    return dict(zip(ARGUMENTS, args, strict=True))
+
+
+def _call(*args: Any) -> Call:
+    given = named(args)
+    left = iter(given.pop("mod_tensors"))
+    mask, score = (lookup(given.pop(handle), left) for handle in ("mask_handle", "score_handle"))
+    window = None if given["window"] is None else tuple(given["window"])
+    changed = {"mask": mask or given["mask"], "score": score, "causal": given["causal"] or False, "window": window}
+    return Call(**given | changed)
 
 
 @torch.library.impl(_LIBRARY, "attention", "CompositeExplicitAutograd")
@@ -276,8 +294,9 @@ def _attention_backward(
 
 
 @torch.library.register_fake("sartor::attention", lib=_LIBRARY)
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    problem = Problem.of(_call(q, k, v, *rest[:4], [], "", "", *rest[CAUSAL:]))  # of no mods, on which no shape depends
+def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    given = named(args) | {"mod_tensors": [], "mask_handle": "", "score_handle": ""}  # on mods no shape depends
+    problem, q, v = Problem.of(_call(*given.values())), given["q"], given["v"]
     b, sq, hq, dv = q.shape[0], q.shape[1], q.shape[2], v.shape[3]
     lse = q.new_empty((b, hq, sq), dtype=wide(q.dtype))
     if heads_outermost(q):
@@ -289,18 +308,18 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 def _attention_backward_fake(
     dout: Tensor, dlse: Any, out: Tensor, lse: Tensor, bias_gradient: bool, table_gradients: list[int], *args: Any
 ) -> tuple[Tensor, ...]:
-    q, k, v, bias, _, _, sinks, mod_tensors, mask_handle = args[:9]
-    bias = bias if bias_gradient else None
-    gradients = [t.new_empty(t.shape) for t in (q, k, v)]
-    gradients += [q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (bias, sinks)]
-    first = tensors_of(mask_handle)
-    return (*gradients, q.new_empty(sum(mod_tensors[first + i].numel() for i in table_gradients), dtype=lse.dtype))
+    given = named(args)
+    wanted = [given["q"], given["k"], given["v"], given["bias"] if bias_gradient else None, given["sinks"]]
+    gradients = [dout.new_empty(0) if t is None else t.new_empty(t.shape) for t in wanted]
+    tables = given["mod_tensors"][tensors_of(given["mask_handle"]) :]
+    return (*gradients, lse.new_empty(sum(tables[i].numel() for i in table_gradients)))
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:7], *inputs[7], *output)
-    ctx.options, ctx.n_mod_tensors = inputs[8:], len(inputs[7])
+    given = named(inputs)
+    ctx.save_for_backward(*map(given.get, SINGLE), *given["mod_tensors"], *output)
+    ctx.options, ctx.n_mod_tensors = {name: given[name] for name in OPTIONS}, len(given["mod_tensors"])
 
 
 def _operator_backward(ctx: Any, dout: Any, dlse: Any) -> Any:
@@ -311,17 +330,20 @@ def gradients_by(backward: Any, ctx: Any, dout: Any, dlse: Any, place: tuple[Any
     """The gradients of an operator's inputs, `place` and then those of `sartor::attention`, by its backward."""
     n = ctx.n_mod_tensors
     *tensors, out, lse = ctx.saved_tensors
-    inputs, mod_tensors = tensors[:7], list(tensors[7 : 7 + n])
+    given = dict(zip(SINGLE, tensors, strict=False)) | {"mod_tensors": list(tensors[len(SINGLE) :])} | ctx.options
+    args, mod_tensors = [given[name] for name in ARGUMENTS], given["mod_tensors"]
     dout = torch.zeros_like(out) if dout is None else dout
-    wanted, first = ctx.needs_input_grad[len(place) + 3], tensors_of(ctx.options[0])
+    wanted = named(ctx.needs_input_grad[len(place) :])["bias"]
+    first = tensors_of(given["mask_handle"])
     tables = [i for i, t in enumerate(mod_tensors[first:]) if t.requires_grad]
-    g = backward(dout, dlse, out, lse, wanted, tables, *place, *inputs, mod_tensors, *ctx.options)
-    dbias, dsinks = g[3] if wanted else None, None if inputs[6] is None else g[4]
+    g = backward(dout, dlse, out, lse, wanted, tables, *place, *args)
+    dbias, dsinks = g[3] if wanted else None, None if given["sinks"] is None else g[4]
     of_mods: list[Any] = [None] * n
     sizes = [mod_tensors[first + i].numel() for i in tables]
     for i, d in zip(tables, g[5].split(sizes) if tables else (), strict=True):
         of_mods[first + i] = d.view(mod_tensors[first + i].shape).to(mod_tensors[first + i].dtype)
-    return *[None] * len(place), *g[:3], dbias, None, None, dsinks, of_mods, *([None] * len(ctx.options))
+    found = dict(zip("qkv", g, strict=False)) | {"bias": dbias, "sinks": dsinks, "mod_tensors": of_mods}
+    return *[None] * len(place), *map(found.get, ARGUMENTS)
 
 
 def _no_double_backward(ctx: Any, *gradients: Any) -> Any:
@@ -332,22 +354,23 @@ torch.library.register_autograd("sartor::attention", _operator_backward, setup_c
 torch.library.register_autograd("sartor::attention_backward", _no_double_backward, lib=_LIBRARY)
 
 
-def _flops(q_shape: Any, k_shape: Any, v_shape: Any, causal: str) -> int:
-    b, sq, hq, d = q_shape
-    pairs = sq * k_shape[1]
-    return int(2 * b * hq * (pairs // 2 if causal and sq == k_shape[1] else pairs) * (d + v_shape[3]))
+def _flops(args: Sequence[Any]) -> int:
+    """Of operands' shapes."""
+    given = named(args)
+    (b, sq, hq, d), skv = given["q"], given["k"][1]
+    pairs = sq * skv // 2 if given["causal"] and sq == skv else sq * skv
+    return int(2 * b * hq * pairs * (d + given["v"][3]))
 
 
 @register_flop_formula(torch.ops.sartor.attention)
-def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+def _forward_flops(*args: Any, out_shape: Any = None, **_: Any) -> int:
     """Useful FLOPs of the forward: 2 b h sq skv (d + dv), half of it for a square causal mask."""
-    return _flops(q, k, v, rest[CAUSAL])
+    return _flops(args)
 
 
 @register_flop_formula(torch.ops.sartor.attention_backward)
 def _backward_flops(
-    dout: Any, dlse: Any, out: Any, lse: Any, bias_gradient: bool, table_gradients: Any, q: Any, k: Any, v: Any,
-    *rest: Any, **_: Any,
-) -> int:  # fmt: skip
+    dout: Any, dlse: Any, out: Any, lse: Any, bias_gradient: bool, table_gradients: Any, *args: Any, **_: Any
+) -> int:
     """Useful FLOPs of the backward: 2.5 times the forward's."""
-    return int(2.5 * _flops(q, k, v, rest[CAUSAL]))
+    return int(2.5 * _flops(args))

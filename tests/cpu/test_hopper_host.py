@@ -25,10 +25,10 @@ from sartor.problem import Call, Problem
 
 @dataclass
 class Driver:
-    """What it was asked for: tensor maps (address and sizes), and the arguments of each launch."""
+    """What it was asked for: tensor maps (address and sizes), and of each launch kernel, grid, arguments by name."""
 
     maps: list[tuple[Any, ...]] = field(default_factory=list)
-    launches: list[tuple[Any, ...]] = field(default_factory=list)
+    launches: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -39,10 +39,13 @@ def driver(monkeypatch):
         found.maps.append((address, sizes, strides))
         return bytes(128)
 
-    kernel = SimpleNamespace(launch=lambda grid, values: found.launches.append((grid, *values)))
+    def launch(self, grid, values):
+        assert values.keys() == set(self.changing)
+        found.launches.append((self.name, grid, self.fixed | values))
+
     monkeypatch.setattr(nvrtc, "tensor_map", tensor_map)
     monkeypatch.setattr(nvrtc, "missing", lambda: "")
-    monkeypatch.setattr(nvrtc, "Kernel", lambda *_: kernel)
+    monkeypatch.setattr(nvrtc.Kernel, "launch", launch)
     monkeypatch.setattr(HopperForward, "compile", lambda *_: None)
     monkeypatch.setattr(Device, "of", classmethod(lambda *_: ARCHITECTURES[90]))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
@@ -67,10 +70,9 @@ def test_a_layout_is_read_as_it_lies(driver, causal):
     assert out.shape == q.shape
     assert out.stride() == q.stride() == view.transpose(1, 2).stride()
     assert lse.is_contiguous()
-    first, second = driver.launches
-    at_out = 6
-    assert first[:at_out] == second[:at_out]
-    assert [x for x in first[at_out + 2 :] if x] == [x for x in second[at_out + 2 :] if x] or causal  # its workspace
+    (_, _, first), (_, _, second) = driver.launches
+    own = {"out", "lse", *(["work"] if causal else ())}
+    assert {n: x for n, x in first.items() if n not in own} == {n: x for n, x in second.items() if n not in own}
     of_first, of_second = driver.maps[:4], driver.maps[4:]
     assert of_first[:3] == of_second[:3]
     assert of_first[3][1:] == of_second[3][1:]  # of the outputs, which are two
@@ -241,12 +243,11 @@ def test_parts_are_merged(driver):
     """The first kernel writes where the second one reads, which writes what the caller gets."""
     q, k = (torch.zeros((1, n, 4, 64), dtype=torch.bfloat16) for n in (1, 9000))
     out, lse = sartor.attention(q, k, k, return_lse=True)
-    (grid, *first), (rows, *second) = driver.launches
+    (_, grid, first), (_, rows, second) = driver.launches
     assert (grid, rows) == (24 * 4, 4)
-    at_out = first.index(0) - 2  # before the sinks that are not there
-    assert second[:2] == first[at_out : at_out + 2]
-    assert second[2:4] == [out.data_ptr(), lse.data_ptr()]
-    assert second[1] - second[0] == 4 * 24 * 4 * 64
+    assert (second["outs"], second["lses"]) == (first["out"], first["lse"])
+    assert (second["out"], second["lse"]) == (out.data_ptr(), lse.data_ptr())
+    assert second["lses"] - second["outs"] == 4 * 24 * 4 * 64
 
 
 def test_few_tiles_have_few_queries():
@@ -264,7 +265,7 @@ def test_a_launch_reads_the_tensors_of_its_call(driver):
     v, biases = torch.zeros((2, 2, 90, 33), dtype=torch.bfloat16), [torch.zeros(4, 70, 90) for _ in range(2)]
     for bias in biases:
         sartor.attention(q, k, v, layout="bhsd", bias=bias)
-        assert bias.data_ptr() in driver.launches[-1]
+        assert driver.launches[-1][-1]["a0"] == bias.data_ptr()
     padded = [address for address, sizes, _ in driver.maps if sizes[0] == 40]
     assert padded
     assert v.data_ptr() not in padded
@@ -331,16 +332,16 @@ def test_what_is_not_padded_may_lie_anywhere(driver, dims):
 
 @dataclass
 class Backward:
-    """What was asked for: (kernel, grid, arguments) of each launch, arguments of Triton's launches, workspaces."""
+    """What was asked for: launches as the driver's, arguments of Triton's launches, workspaces."""
 
-    launches: list[tuple[str, int, tuple[Any, ...]]] = field(default_factory=list)
+    launches: list[tuple[str, int, dict[str, Any]]]
     repairs: list[dict[str, Any]] = field(default_factory=list)
     rooms: list[torch.Tensor] = field(default_factory=list)
 
 
 @pytest.fixture
 def backward(driver, monkeypatch):
-    found, empty = Backward(), torch.empty
+    found, empty = Backward(driver.launches), torch.empty
 
     def room(*shape, **options):
         t = empty(*shape, **options)
@@ -348,16 +349,12 @@ def backward(driver, monkeypatch):
             found.rooms.append(t)
         return t
 
-    def kernel(binary, name, *_):
-        return SimpleNamespace(launch=lambda grid, values: found.launches.append((name, grid, values)))
-
     def again(changed, *_):
         found.repairs.append(changed)
         return True
 
     monkeypatch.setattr(hopper_backward.Measure, "compile", lambda _: None)
     monkeypatch.setattr(hopper_backward.torch, "empty", room)
-    monkeypatch.setattr(nvrtc, "Kernel", kernel)
     monkeypatch.setattr(hopper_backward.launch, "again", again)
     return found
 
@@ -381,10 +378,11 @@ def test_launches_of_a_backward(driver, backward, causal):
     places = hopper_backward.room(problem_of(q, k, causal)).places
     at = {name: place + room.data_ptr() for name, place in places.items()}
     first, sweep, last = (values for name, _, values in backward.launches if name != "hopper_forward")
-    assert first[1] == dout.data_ptr()
-    assert first[3:7] == (0, at["delta"], at["lse_log2"], at["sums"])
-    assert sweep[4:10] == (at["lse_log2"], at["delta"], dk.data_ptr(), dv.data_ptr(), at["bad_kv"], at["sums"])
-    assert last[:3] == (at["sums"], dq.data_ptr(), at["bad_q"])
+    assert (first["dout"], first["dlse"]) == (dout.data_ptr(), 0)
+    assert first.items() >= {name: at[name] for name in ("delta", "lse_log2", "sums")}.items()
+    read = {"lse": at["lse_log2"], "delta": at["delta"], "marks": at["bad_kv"], "sums": at["sums"]}
+    assert sweep.items() >= (read | {"dx": dk.data_ptr(), "dy": dv.data_ptr()}).items()
+    assert last.items() >= {"sums": at["sums"], "dq": dq.data_ptr(), "marks": at["bad_q"]}.items()
     assert len(backward.repairs) == causal
     for changed in backward.repairs:
         assert (changed["bad_kv_ptr"], changed["dq_ptr"]) == (at["bad_kv"], dq.data_ptr())

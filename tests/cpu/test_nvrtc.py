@@ -186,7 +186,7 @@ def test_missing_compiler_is_a_reason(monkeypatch):
 
 def test_arguments_of_a_launch():
     """Values lie where the pointers say, in the order and size of the signature."""
-    frame = driver.Frame("MPif")
+    frame = driver.Frame(["128s", "P", "i", "f"])
     frame.write((b"m" * 128, 2**40, -3, 0.5))
     kinds = (ctypes.c_char * 128, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float)
     found = [kind.from_address(at) for kind, at in zip(kinds, frame.pointers, strict=True)]

@@ -190,3 +190,51 @@ def test_a_diagonal_of_the_users_own_is_not_taken_for_the_main_one():
     )  # fmt: skip
     q, k, v = testing.make_inputs(1, 2, 2, 8, 8, 16, layout="bshd")
     testing.verify(q, k, v, mask=one)
+
+
+# ---- what is fast where nothing is infinite or NaN
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("length", [13, 700])
+@pytest.mark.parametrize("kernel", ["auto", "blocked"])
+def test_masked_scores_that_are_not_finite_reach_nothing(kernel, length, value):
+    """Masks are added to scores; a bias of what a mask hides may be anything, and so may its softcap's."""
+    q, k, v = testing.make_inputs(1, 2, 2, length, length, 8, dtype=torch.float32, layout="bshd")
+    dout, bias = testing.make_like(q), draw(length, length)
+    spoilt = bias.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), value)
+    for options in ({"causal": True}, {"causal": True, "softcap": 5.0}):
+        expected = forward_and_gradients(q, k, v, dout, bias=bias, kernel=kernel, **options)
+        found = forward_and_gradients(q, k, v, dout, bias=spoilt, kernel=kernel, **options)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, msg=name)
+
+
+def test_a_score_that_is_its_own_derivative():
+    """Both come from the same node, and the score is changed in place."""
+    q, k, v = testing.make_inputs(1, 2, 2, 30, 40, 8, dtype=torch.float64, layout="bshd")
+    dout, score = testing.make_like(q), mods.Score(lambda s, b, h, q, kv: mods.exp(s))
+    found = forward_and_gradients(q, k, v, dout, score=score, kernel="blocked")
+    expected = forward_and_gradients(q, k, v, dout, score=score, kernel="reference")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tensor_mask_in_blocks_of_queries(monkeypatch, dtype):
+    monkeypatch.setattr(torch_cpu, "WHOLE", 7 * 620)
+    q, k, v = testing.make_inputs(2, 4, 2, 300, 620, 8, dtype=dtype, layout="bshd")
+    options, dout = {"mask": ADDED["tensor"]["mask"]}, testing.make_like(q)
+    testing.check_all(forward_and_gradients(q, k, v, dout, **options), q, k, v, dout, **options)
+
+
+@pytest.mark.parametrize("factor", [1, 100])
+@pytest.mark.parametrize("length", [40, 700])
+def test_blocked_where_weights_underflow(length, factor):
+    """One tile and several; of scores that are thousands apart most weights are 0."""
+    q, k, v = testing.make_inputs(1, 2, 2, length, length, 8, dtype=torch.float32, layout="bshd")
+    options = {"causal": True, "softmax_scale": float(factor), "kernel": "blocked"}
+    out, lse = sartor.attention(q, k, v, return_lse=True, **options)
+    dout = testing.make_like(q)
+    gradients = forward_and_gradients(q, k, v, dout, **options)
+    testing.check_all(gradients | {"lse": lse, "out": out}, q, k, v, dout, causal=True, softmax_scale=float(factor))

@@ -29,10 +29,10 @@ Tensor = torch.Tensor
 METHODS: dict[str, Any] = {"ring": Ring, "allgather": Gathered}
 _PLACE = "str method, str group, str queries, str keys, int first_head, int heads, bool gradient, float timeout"
 _LIBRARY = torch.library.Library("sartor", "FRAGMENT")
-_LIBRARY.define(f"context_attention({_PLACE}, {ops._ARGUMENTS}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"context_attention({_PLACE}, {ops.SCHEMA}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "context_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_gradient,"
-    f" int[] table_gradients, {_PLACE}, {ops._ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f" int[] table_gradients, {_PLACE}, {ops.SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -193,7 +193,7 @@ def _description(place: Place, local: Local) -> str:
 @torch.library.register_fake("sartor::context_attention", lib=_LIBRARY)
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     q, _, v = args[OWN : OWN + 3]
-    out_dtype = args[OWN + len(ops._ARGUMENTS.split(",")) - 3]
+    out_dtype = ops.named(args[OWN:])["out_dtype"]
     b, sq, hq, _ = q.shape
     return q.new_empty((b, sq, hq, v.shape[3]), dtype=out_dtype or q.dtype), q.new_empty(
         (b, hq, sq), dtype=wide(q.dtype)

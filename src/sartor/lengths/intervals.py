@@ -174,10 +174,11 @@ def cached_table(like: Tensor, lengths: Tensor | int, sides: Pair, cache: Cache)
         ValueError: values are wrong; see values.py for when that is known.
     """
     tensor, uniform = (lengths, -1) if isinstance(lengths, Tensor) else (None, lengths)
+    numbers = [cache.batch, cache.seqlen_q, cache.capacity, cache.added]  # Dynamo of torch 2.9 slices to the whole
     if needs_operator(like):
-        found: Tensor = torch.ops.sartor.cached_table(like.detach(), tensor, uniform, sides, cache[:4], cache.name)
+        found: Tensor = torch.ops.sartor.cached_table(like.detach(), tensor, uniform, sides, numbers, cache.name)
         return found
-    return _cached_table(like, tensor, uniform, sides, cache[:4], cache.name)
+    return _cached_table(like, tensor, uniform, sides, numbers, cache.name)
 
 
 def _cached_table(like: Tensor, lengths: Tensor | None, uniform: int, sides: Pair, cache: Any, name: str) -> Tensor:

@@ -1,6 +1,6 @@
 // What the Hopper backwards share: the rows that a block holds and steps over, a warpgroup's place, mask and marks.
 //
-// The kernel that includes this has named what it reads and writes, Tensors, and its measure in macros: GROUPS (warpgroups
+// The kernel that includes this has a measure in macros: GROUPS (warpgroups
 // that multiply, each with 64 held rows), KEYS (keys and values are held, queries and dout stepped over, not the other way
 // round), BLOCK (rows of a tile that is stepped over), MASK (0 none, 1 an interval a row).
 #pragma once
@@ -12,12 +12,12 @@ constexpr int SECTION = 16;  // heads of which, under a mask, the longest blocks
 
 // What this block does
 struct Task {
-  const Tensors& t;
+  const Params& t;
   const Shape& n;
   const Aux& x;
   int batch, head, first;  // head: of the held operand
 
-  static DEVICE Task number(int index, const Tensors& t, const Shape& n, const Aux& x) {
+  static DEVICE Task number(int index, const Params& t, const Shape& n, const Aux& x) {
     const int heads = KEYS ? n.heads_kv : n.heads_kv * n.group, tiles = ceil_div(KEYS ? n.seqlen_kv : n.seqlen_q, 64 * GROUPS);
     const Place at = locate<MASK>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), SECTION});
     const int tile = KEYS ? tiles - 1 - at.tile : at.tile;  // causal: the longest are the last queries, the first keys
@@ -77,9 +77,9 @@ struct Worker {
   const int group, lane, row;  // row: the first of this thread's two in its 64
   const float factor, scale;
 
-  DEVICE Worker(const Task& task, u32 base, int group, float factor, float scale)
+  DEVICE Worker(const Task& task, u32 base, int group)
       : task(task), base(base), group(group), lane(threadIdx.x & 31), row((threadIdx.x >> 5 & 3) * 16 + (lane >> 2)),
-        factor(factor), scale(scale) {}
+        factor(task.t.factor), scale(task.t.scale) {}
 
   DEVICE int first() const { return task.first + 64 * group; }
   DEVICE static void read_two(float (&x)[2], u32 at) {

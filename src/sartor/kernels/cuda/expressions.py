@@ -1,14 +1,14 @@
 """From a Program to CUDA C++: the same expressions the reference evaluates, as source text.
 
-The text defines `Aux` (what the mods read), `AUX_PARAMETERS` and `AUX_VALUES` (its way through a kernel's signature),
-and `keep`, `rows`, `score`, each taking (b, h, q, kv, x, n) with x the Aux and n the lengths. What is read for every
-pair of query and key may be brought near (`near.cuh`): `Near` holds it for one pair, and is one more argument then.
-`score_and_rise` also leaves the derivative by the score where its last argument says.
+The text defines `Aux` (what the mods read), `AUX_VALUES` (its values, from a kernel's parameters), and `keep`, `rows`,
+`score`, each taking (b, h, q, kv, x, n) with x the Aux and n the lengths. What is read for every pair of query and key
+may be brought near (`near.cuh`): `Near` holds it for one pair, and is one more argument then. `score_and_rise` also
+leaves the derivative by the score where its last argument says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,16 +29,15 @@ _CALLS = {
 }  # fmt: skip
 _SCORE_CALLS = _CALLS | {"/": "ratio"}
 _LIMITS = {"q": "imin(q, n.seqlen_q - 1)", "k": "imin(kv, n.seqlen_kv - 1)"}
-NUMBERS = {"n": ("int", "i"), "f": ("float", "f")}
+NUMBERS = {"n": "int", "f": "float"}
 
 
 def source(program: Program, near: tuple[int, ...] = (), half: bool = False) -> str:
     """The generated text; an empty program has an empty Aux. `near` are the aux values that are brought near; `half`
     says that scores are of 16-bit operands, for which a coarser tanh will do."""
-    fields = [field for i in range(len(program.aux)) for field in _fields(program, i)]
-    lines = ["struct Aux {", *(f"  {kind} {name};" for kind, name in fields), "};"]
-    lines += ["#define AUX_PARAMETERS " + "".join(f", {kind} {name}" for kind, name in fields)]
-    lines += ["#define AUX_VALUES " + ", ".join(name for _, name in fields)]
+    fields = parameters(program)
+    lines = ["struct Aux {", *(f"  {kind} {name};" for name, kind in fields.items()), "};"]
+    lines += ["#define AUX_VALUES " + ", ".join(fields)]
     lines += _near(program, near)
     position = "int b, int h, int q"
     rest = "const Aux& x, const Shape& n"
@@ -106,42 +105,41 @@ def _rise(program: Program, calls: Mapping[str, str]) -> list[str]:
     return [*lines, f"  rise = {rise};", f"  return {value};"]
 
 
-def signature(program: Program) -> str:
-    """Letters of the kernel parameters that carry the aux values, as `nvrtc.Kernel` takes them."""
-    return "".join(
-        NUMBERS[a.pattern][1] if a.pattern in NUMBERS else "P" + "q" * (a.dims or len(_strided(a.pattern)))
-        for a in program.aux
-    )
+def parameters(program: Program) -> dict[str, str]:
+    """The kernel parameters that carry the aux values: C++ types by name."""
+    found: dict[str, str] = {}
+    for i, spec in enumerate(program.aux):
+        found[f"a{i}"] = NUMBERS.get(spec.pattern) or f"const {TYPES[spec.dtype]}* __restrict__"
+        found |= {f"a{i}_{dim}": "i64" for dim in _dims(spec)}
+    return found
 
 
-def arguments(aux: tuple[Any, ...], program: Program) -> tuple[Any, ...]:
-    """Aux values in the order of `signature`."""
-    values: list[Any] = []
-    for value, spec in zip(aux, program.aux, strict=True):
-        if spec.dims:
-            values += [value.data_ptr(), *value.shape]
-        elif isinstance(value, torch.Tensor):
-            strides = dict(zip("bhqk", value.stride(), strict=True))
-            values += [value.data_ptr(), *(strides[c] for c in _strided(spec.pattern))]
-        elif spec.pattern == "n" and not -(2**31) <= value < 2**31:
+def arguments(aux: tuple[Any, ...], program: Program) -> dict[str, Any]:
+    """Aux values by the names of `parameters`."""
+    found: dict[str, Any] = {}
+    for i, (value, spec) in enumerate(zip(aux, program.aux, strict=True)):
+        if isinstance(value, torch.Tensor):
+            sizes = value.shape if spec.dims else [value.stride("bhqk".index(c)) for c in _dims(spec)]  # type: ignore[arg-type]
+            found |= {
+                f"a{i}": value.data_ptr(),
+                **{f"a{i}_{dim}": n for dim, n in zip(_dims(spec), sizes, strict=True)},
+            }
+            continue
+        if spec.pattern == "n" and not -(2**31) <= value < 2**31:
             raise ValueError(
                 f"an integer that a mask or score reads must have 32 bits on GPUs, got {value}: give it as a tensor"
             )
-        else:
-            values.append(value)
-    return tuple(values)
+        found[f"a{i}"] = value
+    return found
+
+
+def _dims(spec: Aux) -> Iterable[int | str]:
+    """What its sizes or strides are called."""
+    return () if spec.pattern in NUMBERS else range(spec.dims) if spec.dims else _strided(spec.pattern)
 
 
 def _strided(pattern: str) -> str:
     return "" if pattern == "one" else "".join(c for c in pattern if c.islower())
-
-
-def _fields(program: Program, i: int) -> list[tuple[str, str]]:
-    spec = program.aux[i]
-    if spec.pattern in NUMBERS:
-        return [(NUMBERS[spec.pattern][0], f"a{i}")]
-    pointer = (f"const {TYPES[spec.dtype]}* __restrict__", f"a{i}")
-    return [pointer, *(("i64", f"a{i}_{c}") for c in (range(spec.dims) if spec.dims else _strided(spec.pattern)))]
 
 
 def _text(

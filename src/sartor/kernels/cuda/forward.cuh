@@ -19,16 +19,6 @@ using Part = Slice<ROWS>;
 using Job = Work<GROUPS, MASK == 2>;
 constexpr int TELLERS = MASK == 2 ? 32 : 1;  // lanes that arrive for a warp at a job's barriers: all, if all write and read it
 
-struct Tensors {
-  const TensorMap *q, *k, *v;
-  void* out;         // (batch, heads, seqlen_q, COLUMNS) by strides, in elements
-  i64 out_batch, out_head, out_row;
-  float* lse;        // (batch, heads, seqlen_q), or null
-  const float* sinks;  // (heads,)
-  int* work;         // [next tile, blocks that are done, -, -]
-  const TensorMap* out_map;  // of a warp's 16 rows, where the copy engine stores them
-};
-
 // ---- shared memory: tiles first, then pairs of barriers (full, empty), then jobs
 constexpr int AT_K = Q_BUFFERS * GROUPS * QTile::bytes, AT_V = AT_K + STAGES_K * KTile::bytes;
 constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
@@ -118,7 +108,7 @@ DEVICE void describe(const Share& at, bool late, u32 slot, const Shape& n, const
 }
 
 struct Silent { DEVICE void operator()(const Place&) const {} };
-template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, const Shape& n, const Aux& x, Tell tell = {}) {
+template <class Tell = Silent> DEVICE void schedule(u32 base, const Params& t, const Shape& n, const Aux& x, Tell tell = {}) {
   Rings rings(base, 0);
   const int lane = threadIdx.x & 31;
   const bool lead = lane == 0;
@@ -150,11 +140,12 @@ template <class Tell = Silent> DEVICE void schedule(u32 base, const Tensors& t, 
 // One thread that orders tiles into shared memory as room comes free. QUERIES: whether they too are its; LATE: values come
 // after the next tile's keys, which are needed first and may have room sooner; `await` returns when the keys and values of
 // a tile are there, for a stage.
-template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const Tensors& t, const Shape& n, Await await) {
+template <bool QUERIES, bool LATE, class Params, class Await>
+DEVICE void load(u32 base, const Params& t, const Shape& n, Await await) {
   Rings rings(base, 0);
   auto load_values = [&](int j, int head, int batch) {
     rings.v.await_empty();
-    VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, t.v, rings.v.full(), OFTEN, j * BLOCK_N, head, batch);
+    VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, address(t.v_map), rings.v.full(), OFTEN, j * BLOCK_N, head, batch);
     rings.v.next();
   };
 #pragma unroll 1
@@ -169,15 +160,17 @@ template <bool QUERIES, bool LATE, class Await> DEVICE void load(u32 base, const
     for (int j = last, g = QUERIES ? 0 : GROUPS; j >= begin; j--) {
       rings.k.await_empty();
       await(rings.k.stage(), j, head, batch);
-      KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, t.k, rings.k.full(), OFTEN, j * BLOCK_N, head, batch);
+      KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, address(t.k_map), rings.k.full(), OFTEN, j * BLOCK_N, head, batch);
       rings.k.next();
       if (j == tell) barrier_arrive(rings.next.full());
 #pragma unroll 1
       for (; g < GROUPS; g++) {  // queries come after the first keys, whose place is free sooner
         const u32 skip = 16 * Q_BUFFERS * g;  // the rings of all groups turn together
         barrier_wait(rings.q.empty() + skip, rings.q.parity() ^ 1);
-        QTile::load(base + (g * Q_BUFFERS + rings.q.stage()) * QTile::bytes, t.q, rings.q.full() + skip, ONCE,
-                    shared_load(slot + Job::first_query(g)), head * n.group + shared_load(slot + Job::first_head(g)), batch);
+        const u32 to = base + (g * Q_BUFFERS + rings.q.stage()) * QTile::bytes;
+        const int query = shared_load(slot + Job::first_query(g)), first_head = shared_load(slot + Job::first_head(g));
+        if constexpr (QUERIES)
+          QTile::load(to, address(t.q_map), rings.q.full() + skip, ONCE, query, head * n.group + first_head, batch);
       }
       if (!LATE || j < last) load_values(j + LATE, head, batch);
     }
@@ -192,7 +185,7 @@ DEVICE u32 from_column(int key) { return shift_left(~0u, imax(2 * (key >> 3) + i
 
 // ---- a consumer warpgroup: what it knows of its query tile
 struct Worker {
-  const Tensors& t;
+  const Params& t;
   const Shape& n;
   const Aux& x;
   const u32 base;
@@ -202,7 +195,7 @@ struct Worker {
   int skipped, below;  // of its key tiles, after and before those that this warpgroup sees
   Part part;
 
-  DEVICE Worker(const Tensors& t, const Shape& n, const Aux& x, u32 base, int group)
+  DEVICE Worker(const Params& t, const Shape& n, const Aux& x, u32 base, int group)
       : t(t), n(n), x(x), base(base), group(group), warp(threadIdx.x >> 5 & 3), lane(threadIdx.x & 31),
         row(warp * 16 + (lane >> 2)), rings(base, group) {}
 

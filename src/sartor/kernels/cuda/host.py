@@ -13,6 +13,7 @@ import torch
 from sartor import nvrtc
 from sartor.device import Device
 from sartor.kernels.cuda import expressions, wgmma
+from sartor.kernels.cuda.params import Params
 from sartor.mods.program import Program
 from sartor.problem import Problem, name_of
 
@@ -27,7 +28,9 @@ Made = TypeVar("Made")
 def reasons(p: Problem, dev: Device) -> list[str]:
     """What every kernel of this kind needs of the machine, the lengths and what the mods read."""
     why = []
-    if dev.arch != 90:
+    if dev.is_cpu:
+        why.append("needs an NVIDIA GPU of compute capability 9.0, this is a CPU")
+    elif dev.arch != 90:
         why.append(f"needs compute capability 9.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
     elif nvrtc.missing():
         why.append(nvrtc.missing())
@@ -52,24 +55,29 @@ class Cut(Protocol):
         """Macros by name."""
 
 
-def build(m: Cut, dtype: str, file: str, widths: Iterable[int]) -> nvrtc.Binary:
-    """Compile a kernel, `file` in this folder, with a measure, the mods of its problem, and products of `dtype`, which
-    are as wide as `widths` says. What was made in this process is found by these, without a look at the texts."""
-    return _built(file, dtype, tuple(m.defines().items()), m.p.program, m.near, m.p.dtype.itemsize == 2, tuple(widths))
+def build(m: Cut, dtype: str, file: str, widths: Iterable[int], kernels: tuple[Params, ...]) -> nvrtc.Binary:
+    """Compile `kernels`, of which the first reads the mods of its problem, from `file`, with a measure and products of
+    `dtype`, which are as wide as `widths` says. What was made in this process is found by these, without a look at the
+    texts."""
+    half = m.p.dtype.itemsize == 2
+    return _built(file, dtype, tuple(m.defines().items()), m.p.program, m.near, half, tuple(widths), kernels)
 
 
 @lru_cache(maxsize=1024)
 def _built(
     file: str, dtype: str, defines: tuple[tuple[str, Any], ...], program: Program, near: tuple[int, ...], half: bool,
-    widths: tuple[int, ...],
+    widths: tuple[int, ...], kernels: tuple[Params, ...],
 ) -> nvrtc.Binary:  # fmt: skip
-    includes = nvrtc.headers(f'#include "{file}.cuh"', FOLDER)
+    (main, *others), includes = kernels, nvrtc.headers(f'#include "{file}.cuh"', FOLDER)
     text = "\n".join([
         *(f'#include "{shelf}"' for shelf in SHELVES if shelf in includes),
         *(f"#define {name} {value}" for name, value in defines),
         expressions.source(program, near, half=half),
         wgmma.wrappers(widths, dtype),
+        main.source(),
+        *(kernel.macros() for kernel in (main.followed_by(expressions.parameters(program)), *others)),
         f'#include "{file}.cuh"',
+        main.checks(),
     ])  # fmt: skip
     return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name=f"{file}.cu")
 

@@ -6,6 +6,9 @@
 
 struct Shape { int heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section, whole, parts, width; };
 
+struct Rows { const u16* data; i64 batch, head, row; };  // 16-bit rows that start on 16 bytes, strides in elements
+struct Inputs { Rows q, k, v; };
+
 template <int ROWS> struct Slice {
   static constexpr int heads = 64 / ROWS;
   int first_query, first_head;  // head: of those that share the key head

@@ -4,6 +4,8 @@
 
 struct __align__(64) TensorMap { u64 opaque[16]; };
 struct TwoMaps { TensorMap at[2]; };  // of chunks, and of a narrower last one
+DEVICE const TensorMap* address(const TensorMap& map) { return &map; }
+DEVICE const TensorMap* address(const TwoMaps& maps) { return maps.at; }
 
 // What L2 is told of a tile: read once, or by many (as createpolicy encodes evict_first and evict_last)
 constexpr u64 ONCE = 0x12f0000000000000, OFTEN = 0x14f0000000000000;

@@ -62,25 +62,17 @@ struct Rings {
   }
 };
 
-struct Tensors {
-  const TensorMap *held_x, *held_y, *x, *y;
-  const float *lse, *delta;  // (batch, heads_q, rows_pitch), lse as log2
-  u16 *dx, *dy;
-  i64 dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row;
-  int* marks;   // one for 64 held rows of a head
-  float* sums;  // dq, unscaled: tiles of heads, in parts that lie as threads have them (FUSED)
-};
 #include "cuda/backward.cuh"
 
 DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread orders tiles
-  const Tensors& t = task.t;
+  const Params& t = task.t;
   const bool lead = (threadIdx.x & 31) == 0;
   Rings rings(base);
   if (lead) {
     for (int g = 0; g < GROUPS; g++) {
       const u32 to = base + HELD * g * Held::bytes;
-      Held::load(to, t.held_x, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
-      if (DX) Held::load(to + Held::bytes, t.held_y, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
+      Held::load(to, &t.held_x, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
+      if (DX) Held::load(to + Held::bytes, &t.held_y, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
     }
   }
   task.walk([&, rings](int g, int j) mutable {
@@ -88,13 +80,13 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
     rings.tiles.await_empty();
     const u32 to = base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES;
     if (lead) {
-      Tile::load(to, t.x, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
-      if (!APART) Tile::load(to + Tile::bytes, t.y, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
+      Tile::load(to, &t.x, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
+      if (!APART) Tile::load(to + Tile::bytes, &t.y, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
     }
     rings.tiles.next();
 #if APART
     rings.y.await_empty();
-    if (lead) Tile::load(base + AT_Y, t.y, rings.y.full(), OFTEN, BLOCK * j, head, task.batch);
+    if (lead) Tile::load(base + AT_Y, &t.y, rings.y.full(), OFTEN, BLOCK * j, head, task.batch);
     rings.y.next();
 #endif
   });
@@ -157,8 +149,8 @@ struct Consumer : Worker {
   float* sums = nullptr;  // where it is added
 #endif
 
-  DEVICE Consumer(const Task& task, u32 base, int group, float factor, float scale)
-      : Worker(task, base, group, factor, scale), rings(base)
+  DEVICE Consumer(const Task& task, u32 base, int group)
+      : Worker(task, base, group), rings(base)
 #if FUSED
         , slopes(rings.slopes)
 #endif
@@ -333,7 +325,7 @@ struct Consumer : Worker {
   }
 
   DEVICE void finish() {
-    const Tensors& t = task.t;
+    const Params& t = task.t;
     const int own = first() + row, end = task.held();
     bool lost = false;
     if (DX) lost |= store(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale, own, end);
@@ -375,16 +367,10 @@ struct Consumer : Worker {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hopper_backward(const __grid_constant__ TensorMap held_x, const __grid_constant__ TensorMap held_y,
-                    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const float* lse,
-                    const float* delta, u16* dx, u16* dy, int* marks, float* sums, i64 dx_batch, i64 dx_head, i64 dx_row,
-                    i64 dy_batch, i64 dy_head, i64 dy_row, int heads_kv, int group, int seqlen_q, int seqlen_kv, float factor,
-                    float scale AUX_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_BACKWARD_PARAMETERS) {
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
-  const Tensors t{&held_x, &held_y, &x, &y, lse, delta, dx, dy, dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row,
-                  marks, sums};
+  const Params t = PARAMS;
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
   const Task task = Task::number(blockIdx.x, t, n, aux);
@@ -393,14 +379,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (KEYS && warp == 1) bring_rows(base, task, lse, INF, 0);
     if (KEYS && DX && warp == 2) bring_rows(base, task, delta, 0.f, DELTA);
   };
-  divide<Rings>(base, bring, [&](int group) { Consumer(task, base, group, factor, scale).run(); });
+  divide<Rings>(base, bring, [&](int group) { Consumer(task, base, group).run(); });
 }
 
 #if FUSED
 // A block makes 64 queries of a head
-extern "C" __global__ void __launch_bounds__(128)
-    round_dq(const float* sums, u16* dq, int* marks, i64 dq_batch, i64 dq_head, i64 dq_row, int heads_q, int seqlen_q,
-             float scale) {
+extern "C" __global__ void __launch_bounds__(128) round_dq(ROUND_DQ_PARAMETERS) {
   const int slices = ceil_div(seqlen_q, 64), flat = blockIdx.x / slices, slice = blockIdx.x - flat * slices;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   sums += (i64(flat) * (ceil_div(seqlen_q, BLOCK) * BLOCK) + 64 * slice) * DIM + warp * WARP_PART + 4 * lane;

@@ -10,7 +10,7 @@ dim 128 registers hold one gradient: dk and dv are two launches.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ from sartor.features import (
 )
 from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.cuda import expressions, host
+from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.room import Room
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
 from sartor.kernels.triton import launch
@@ -41,9 +42,32 @@ from sartor.problem import Problem, is_copied, mask_class, rows_on_16_bytes
 if launch.available():
     from sartor.kernels.triton import codegen
 
-SIGNATURE = "MMMMPPPPPPqqqqqqiiiiff"  # of the kernels, before the aux values
-PREPROCESS = "PPPPPPPqqqqqqii"
-ROUND = "PPPqqqiif"  # of `round_dq`
+PARAMS = Params(
+    "hopper_backward",
+    held_x="TensorMap", held_y="TensorMap", x="TensorMap", y="TensorMap",
+    lse="const float*", delta="const float*",  # (batch, heads_q, rows_pitch), lse as log2
+    dx="u16*", dy="u16*",
+    marks="int*",  # one for 64 held rows of a head
+    sums="float*",  # dq, unscaled: tiles of heads, in parts that lie as threads have them (FUSED)
+    **strides("dx"), **strides("dy"), **LENGTHS, factor="float", scale="float",
+)  # fmt: skip
+PREPROCESS = Params(
+    "preprocess",
+    out="const u8*", dout="const u8*", lse="const float*", dlse="const float*",
+    delta="float*", lse_log2="float*", sums="float*",
+    **strides("out"), **strides("dout"), heads_q="int", seqlen_q="int",
+)  # fmt: skip
+ROUND = Params(
+    "round_dq",
+    sums="const float*",
+    dq="u16*",
+    marks="int*",
+    **strides("dq"),
+    heads_q="int",
+    seqlen_q="int",
+    scale="float",
+)
+MAPPED = ("held_x", "held_y", "x", "y")  # parameters
 DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
 BOTH = 128  # columns of which registers hold dk and dv
 CHANGE = 32  # registers that a change of scores takes
@@ -240,7 +264,7 @@ class Measure:
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
         dtype = "bf16" if self.p.dtype == torch.bfloat16 else "f16"
-        return host.build(self, dtype, "hopper/backward", {64, self.block, self.dim})
+        return host.build(self, dtype, "hopper/backward", {64, self.block, self.dim}, (PARAMS, PREPROCESS, ROUND))
 
 
 def room(p: Problem) -> Room:
@@ -257,13 +281,12 @@ def room(p: Problem) -> Room:
 
 @dataclass
 class Step:
-    """One launch: a kernel, and what it takes by name: tensor maps, addresses, numbers; then the aux values."""
+    """One launch: a kernel, and by the names of its parameters the tensors that they are of; of some these are maps."""
 
     kernel: nvrtc.Kernel
     grid: int
-    maps: tuple[tuple[str, nvrtc.TensorMaps], ...]
-    names: tuple[str, ...]
-    numbers: tuple[Any, ...]
+    tensors: dict[str, str]
+    maps: dict[str, nvrtc.TensorMaps] = field(default_factory=dict)
 
     @classmethod
     def preprocess(cls, m: Measure, binary: nvrtc.Binary, out: torch.Tensor, dout: torch.Tensor) -> Step:
@@ -271,41 +294,53 @@ class Step:
         p, names = m.p, ("out", "dout", "lse", "dlse", "delta", "lse_log2", "sums")
         rows = m.block if m.fused else 64
         grid = p.batch * p.heads_q * -(-p.seqlen_q // rows) * (rows // 64)
-        numbers = (*launch.strides(out), *launch.strides(dout), p.heads_q, p.seqlen_q)
-        return cls(nvrtc.Kernel(binary, "preprocess", PREPROCESS, 128), grid, (), names, numbers)
+        fixed = (
+            of_strides("out", launch.strides(out))
+            | of_strides("dout", launch.strides(dout))
+            | {"heads_q": p.heads_q, "seqlen_q": p.seqlen_q}
+        )
+        return cls(nvrtc.Kernel(binary, PREPROCESS, 128, fixed=fixed), grid, {name: name for name in names})
 
     @classmethod
-    def sweep(cls, m: Measure, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor]) -> Step:
-        """The kernel of a measure; `tensors` are like q, k, v, dout and the gradients."""
+    def sweep(cls, m: Measure, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: dict[str, Any]) -> Step:
+        """The kernel of a measure; `tensors` are like q, k, v, dout and the gradients, `aux` what no call changes."""
         p, (dx, dy) = m.p, m.outputs
-        letters = SIGNATURE + expressions.signature(p.program)
-        kernel = nvrtc.Kernel(binary, "hopper_backward", letters, 32 * m.warps, m.shared_bytes)
-        names = ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v")
-        rows = dict(zip(names, (64, 64, m.block, m.block), strict=True))
+        fixed = (
+            of_strides("dx", launch.strides(tensors[dx]))
+            | of_strides("dy", launch.strides(tensors[dy]))
+            | {name: getattr(p, name) for name in LENGTHS}
+        )
+        fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale, **aux}
+        params = PARAMS.followed_by(expressions.parameters(p.program))
+        kernel = nvrtc.Kernel(binary, params, 32 * m.warps, m.shared_bytes, fixed)
+        mapped = dict(zip(MAPPED, ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v"), strict=True))
+        rows = dict(zip(MAPPED, (64, 64, m.block, m.block), strict=True))
         length, heads = (p.seqlen_kv, p.heads_kv) if m.keys else (p.seqlen_q, p.heads_q)
-        return cls(
-            kernel, p.batch * heads * -(-length // (64 * m.groups)),
-            tuple((name, host.maps(tensors[name], (rows[name], 1), m.width)) for name in names),
-            ("lse_log2", "delta", dx, dy, "bad_kv" if m.keys else "bad_q", "sums"),
-            (
-                *launch.strides(tensors[dx]), *launch.strides(tensors[dy]), p.heads_kv, p.group, p.seqlen_q,
-                p.seqlen_kv, launch.LOG2_E * (1 if change(p) else p.softmax_scale), p.softmax_scale,
-            ),
-        )  # fmt: skip
+        others = {
+            "lse": "lse_log2", "delta": "delta", "dx": dx, "dy": dy,
+            "marks": "bad_kv" if m.keys else "bad_q", "sums": "sums",
+        }  # fmt: skip
+        maps = {at: host.maps(tensors[name], (rows[at], 1), m.width) for at, name in mapped.items()}
+        return cls(kernel, p.batch * heads * -(-length // (64 * m.groups)), mapped | others, maps)
 
     @classmethod
     def round(cls, m: Measure, binary: nvrtc.Binary, dq: torch.Tensor) -> Step:
         """Of dq, after a sweep that adds it up."""
         p = m.p
-        return cls(
-            nvrtc.Kernel(binary, "round_dq", ROUND, 128), p.batch * p.heads_q * -(-p.seqlen_q // 64), (),
-            ("sums", "dq", "bad_q"), (*launch.strides(dq), p.heads_q, p.seqlen_q, p.softmax_scale),
-        )  # fmt: skip
+        fixed = of_strides("dq", launch.strides(dq)) | {
+            "heads_q": p.heads_q,
+            "seqlen_q": p.seqlen_q,
+            "scale": p.softmax_scale,
+        }
+        grid = p.batch * p.heads_q * -(-p.seqlen_q // 64)
+        return cls(nvrtc.Kernel(binary, ROUND, 128, fixed=fixed), grid, {"sums": "sums", "dq": "dq", "marks": "bad_q"})
 
-    def start(self, at: dict[str, int], aux: tuple[Any, ...]) -> None:
+    def start(self, at: dict[str, int], aux: dict[str, Any]) -> None:
         """Launch on tensors at these addresses."""
-        maps, names = [maps[at[name]] for name, maps in self.maps], [at[name] for name in self.names]
-        self.kernel.launch(self.grid, (*maps, *names, *self.numbers, *aux))
+        values: dict[str, Any] = {name: at[tensor] for name, tensor in self.tensors.items()}
+        for name, maps in self.maps.items():
+            values[name] = maps[values[name]]
+        self.kernel.launch(self.grid, values | aux)
 
 
 @dataclass
@@ -315,7 +350,7 @@ class Ready:
     key: object  # under which the plan keeps the launches of Triton
     room: Room
     steps: list[tuple[Step, bool]]  # with whether aux values follow
-    aux: tuple[Any, ...] | None  # the same in every call, or None where there are tensors among them
+    reads: bool  # whether there are tensors among the aux values, which then are every call's own
     untidy: tuple[bool, bool]  # whether dout and out are copied
     pointers: tuple[str, ...]  # what the launches of Triton call the addresses, in the order of `run`
 
@@ -326,19 +361,19 @@ class Ready:
         tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
         tensors |= {f"d{name}": dense_like(tensors[name]) for name in ("q", "k", "v")}
         steps: list[tuple[Step, bool]] = []
+        reads = any(isinstance(value, torch.Tensor) for value in x.aux)
+        aux = {} if reads else expressions.arguments(x.aux, p.program)
         for m in Measure.all(p):
             binary = m.compile()
             if not steps:
                 steps.append((Step.preprocess(m, binary, out, dout), False))
-            steps.append((Step.sweep(m, binary, tensors), True))
+            steps.append((Step.sweep(m, binary, tensors, aux), True))
             if m.fused:
                 steps.append((Step.round(m, binary, tensors["dq"]), False))
-        reads = any(isinstance(value, torch.Tensor) for value in x.aux)
-        aux = None if reads else expressions.arguments(x.aux, p.program)
         space = room(p)
         names = ("q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv", *space.places)
         return cls(
-            key, space, steps, aux, (dout is not saved.dout, out is not saved.out),
+            key, space, steps, reads, (dout is not saved.dout, out is not saved.out),
             tuple(f"{name}_ptr" for name in names),
         )  # fmt: skip
 
@@ -354,9 +389,9 @@ class Ready:
             "dq": dq.data_ptr(), "dk": dk.data_ptr(), "dv": dv.data_ptr(),
         }  # fmt: skip
         at |= self.room.addresses(room)
-        aux = expressions.arguments(x.aux, program) if self.aux is None else self.aux
+        aux = expressions.arguments(x.aux, program) if self.reads else {}
         for step, reads in self.steps:
-            step.start(at, aux if reads else ())
+            step.start(at, aux if reads else {})
         if program.keep is not None:
             self.mend(plan, x, saved, at, {"dq": dq, "dk": dk, "dv": dv, "room": room})
         if x.sinks is None:
@@ -378,7 +413,7 @@ class Ready:
         """Compute the tiles again that were marked. `made` are the gradients and the workspace, `at` all addresses."""
         p, room = plan.problem, made["room"]
         changed: dict[str, Any] = dict(zip(self.pointers, at.values(), strict=True))
-        if self.aux is None:
+        if self.reads:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
         if not launch.again(changed, plan.cache, self.key):
             work = made | {"dout": saved.dout}

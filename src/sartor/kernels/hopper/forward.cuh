@@ -46,8 +46,8 @@ struct Consumer : Worker {
   u32 q[4 * HELD];
 #endif
 
-  DEVICE Consumer(const Tensors& t, const Shape& n, const Aux& x, float factor, float scale, u32 base, int group)
-      : Worker(t, n, x, base, group), factor(factor), scale(scale) {}
+  DEVICE Consumer(const Params& t, const Shape& n, const Aux& x, u32 base, int group)
+      : Worker(t, n, x, base, group), factor(t.factor), scale(t.scale) {}
 
   DEVICE void begin_q() {
     bring_near(j);
@@ -188,7 +188,7 @@ struct Consumer : Worker {
       if (lane == 0) {
         const u32 from = room + warp * 16 * OutTile::row_bytes;
         UNROLL for (int i = c; i < end; i++)
-          tma_store(t.out_map, from + (i - c) * OutTile::chunk_bytes, i * WIDTH_V, row, head, batch);
+          tma_store(&t.out_map, from + (i - c) * OutTile::chunk_bytes, i * WIDTH_V, row, head, batch);
         stores_end();
       }
     }
@@ -327,17 +327,11 @@ struct Consumer : Worker {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hopper_forward(const __grid_constant__ TwoMaps q, const __grid_constant__ TwoMaps k,
-                   const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out_map,
-                   const __grid_constant__ Inputs inputs, void* out, float* lse, const float* sinks, int* work,
-                   i64 out_batch, i64 out_head, i64 out_row, int heads_kv, int group, int seqlen_q, int seqlen_kv,
-                   int tiles_head, int tiles, int section, int whole, int parts, int width, float factor,
-                   float scale AUX_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_forward(HOPPER_FORWARD_PARAMETERS) {
   extern __shared__ __align__(1024) u8 memory[];
   // rounding changes nothing, but a base that the compiler knows costs it registers
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
-  const Tensors t{q.at, k.at, &v, out, out_batch, out_head, out_row, lse, sinks, work, &out_map};
+  const Params t = PARAMS;
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section, whole, parts, width};
   const Aux x{AUX_VALUES};
   if (threadIdx.x == 0) Rings::init(base);
@@ -349,13 +343,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x >= 96) schedule(base, t, n, x);
   } else {
     registers_more<CONSUMER_REGISTERS>();
-    Consumer consumer(t, n, x, factor, scale, base, GROUPS > 1 ? warpgroup - 1 : 0);
+    Consumer consumer(t, n, x, base, GROUPS > 1 ? warpgroup - 1 : 0);
     consumer.run();
 #if MASK
     if (STAGED && consumer.lane == 0) await_stores();  // before a row is written again
     __syncwarp();
     u8* own_rows = memory + (consumer.q_tile() - shared_address(memory)) + consumer.warp * 16 * QTile::row_bytes;
-    Repair{inputs, t, n, x, scale, consumer.warp, consumer.lane, reinterpret_cast<float*>(own_rows)}.run(consumer.marks);
+    Repair{t, n, x, consumer.warp, consumer.lane, reinterpret_cast<float*>(own_rows)}.run(consumer.marks);
 #endif
   }
 }

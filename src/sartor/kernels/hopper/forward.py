@@ -32,12 +32,30 @@ from sartor.features import (
     WIDE_OUT,
 )  # fmt: skip
 from sartor.kernels.cuda import expressions, host
+from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
 from sartor.problem import Problem, mask_class, rows_on_16_bytes
 
-SIGNATURE = "TTMMMPPPPqqqiiiiiiiiiiff"  # of the kernel, before the aux values
-MERGE_SIGNATURE, MERGE_COLUMNS = "PPPPPqqqiiii", 128  # of the kernel that merges parts; a thread a column
+PARAMS = Params(
+    "hopper_forward",
+    q_map="TwoMaps", k_map="TwoMaps", v_map="TensorMap",
+    out_map="TensorMap",  # of a warp's 16 rows, where the copy engine stores them
+    inputs="Inputs",  # what rows that are computed again are read from
+    out="void*", lse="float*",  # (batch, heads, seqlen_q), or null
+    sinks="const float*",  # (heads,)
+    work="int*",  # [next tile, blocks that are done, -, -], marks
+    **strides("out"), **LENGTHS,
+    tiles_head="int", tiles="int", section="int", whole="int", parts="int", width="int",
+    factor="float", scale="float",
+)  # fmt: skip
+MERGE_PARAMS = Params(
+    "hopper_merge",
+    outs="const float*", lses="const float*",  # of parts
+    out="void*", lse="float*", sinks="const float*", **strides("out"),
+    heads="int", seqlen_q="int", parts="int", wide="int",
+)  # fmt: skip
+MERGE_COLUMNS = 128  # a thread a column
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
 LONG = 8  # whole tiles of a head, at least, where the last tiles are dealt out in parts
@@ -94,7 +112,7 @@ class HopperForward:
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
         m, dtype = self.measure(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
-        return host.build(m, dtype, "hopper/forward", (m.block_n, m.dim_v))
+        return host.build(m, dtype, "hopper/forward", (m.block_n, m.dim_v), (PARAMS, MERGE_PARAMS))
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out, (b, sq, hq, dv) or in the layout of `x`, and lse (b, hq, sq)."""
@@ -414,7 +432,6 @@ class Merge:
 
     kernel: nvrtc.Kernel
     grid: int
-    numbers: tuple[int, ...]
     strides: tuple[int, int, int]  # of a part's output, which lies as a batch item's
     lses: int  # bytes from the outputs on
     size: torch.Tensor  # one number, expanded to all that is in the room
@@ -425,9 +442,10 @@ class Merge:
         p, parts = m.p, m.tile.parts
         rows = p.batch * p.heads_q * p.seqlen_q
         outs, wide = parts * rows * p.dim_v, p.out_dtype == torch.float32
+        fixed = of_strides("out", launch.strides(out))
+        fixed |= {"heads": p.heads_q, "seqlen_q": p.seqlen_q, "parts": parts, "wide": int(wide)}
         return cls(
-            nvrtc.Kernel(binary, "hopper_merge", MERGE_SIGNATURE, MERGE_COLUMNS), rows * -(-p.dim_v // MERGE_COLUMNS),
-            (*launch.strides(out), p.heads_q, p.seqlen_q, parts, int(wide)),
+            nvrtc.Kernel(binary, MERGE_PARAMS, MERGE_COLUMNS, fixed=fixed), rows * -(-p.dim_v // MERGE_COLUMNS),
             (p.heads_q * p.seqlen_q * p.dim_v, p.seqlen_q * p.dim_v, p.dim_v), 4 * outs,
             host.like((outs + parts * rows,), out.device),
         )  # fmt: skip
@@ -445,8 +463,7 @@ class Ready:
     problem: Problem
     kernel: nvrtc.Kernel
     grid: int
-    numbers: tuple[Any, ...]  # with the aux values, unless there are tensors among them
-    reads: bool  # whether there are
+    reads: bool  # whether there are tensors among the aux values, which then are every call's own
     strides: tuple[tuple[int, int, int], ...]  # of q, k, v, where rows may need repair: batch, head, row
     marks: int
     maps: tuple[nvrtc.TensorMaps, ...]  # of q, k, v
@@ -462,21 +479,21 @@ class Ready:
         tensors = (allocate_out(p, x.q, x.layout), _padded(x.q), _padded(x.k), _padded(x.v))
         out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
         merge = Merge.of(binary, m, out) if m.split else None
-        strides = launch.strides(out) if merge is None else merge.strides
-        shape = (*strides, p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv)
-        letters, sms = expressions.signature(p.program), plan.device.sm_count or 1
-        deal = m.deal(sms)
-        kernel = nvrtc.Kernel(binary, "hopper_forward", SIGNATURE + letters, 128 * (m.groups + 1), m.shared_bytes)
+        sms = plan.device.sm_count or 1
+        deal, reads = m.deal(sms), any(isinstance(value, torch.Tensor) for value in x.aux)
+        fixed = of_strides("out", launch.strides(out) if merge is None else merge.strides)
+        fixed |= {name: getattr(p, name) for name in LENGTHS}
+        fixed |= {
+            "tiles_head": deal.tiles_head, "tiles": deal.tiles, "section": m.section,
+            "whole": deal.whole, "parts": deal.parts, "width": deal.width,
+            "factor": launch.factor(p, p.softmax_scale), "scale": p.softmax_scale,
+        } | ({} if reads else expressions.arguments(x.aux, p.program))  # fmt: skip
+        params = PARAMS.followed_by(expressions.parameters(p.program))
+        kernel = nvrtc.Kernel(binary, params, 128 * (m.groups + 1), m.shared_bytes, fixed)
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
-        reads = any(isinstance(value, torch.Tensor) for value in x.aux)
-        numbers = (
-            *shape, deal.tiles_head, deal.tiles, m.section, deal.whole, deal.parts, deal.width,
-            launch.factor(p, p.softmax_scale), p.softmax_scale,
-        )  # fmt: skip
         return cls(
-            p, kernel, min(deal.tiles, sms),
-            numbers + (() if reads else expressions.arguments(x.aux, p.program)), reads,
+            p, kernel, min(deal.tiles, sms), reads,
             () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks * m.tile.parts,
             (host.maps(q, slice_, width, last), host.maps(k, tile, width, last), host.maps(v, tile, width_v)),
             host.maps(out, (16, 1), width_v) if m.staged else None,
@@ -498,15 +515,16 @@ class Ready:
             inputs = INPUTS.pack(at_q, *of_q, at_k, *of_k, at_v, *of_v)
         at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
         at_sinks, merge = 0 if x.sinks is None else x.sinks.data_ptr(), self.merge
-        _held, *results = (None, at_out, at_lse) if merge is None else merge.room()
-        self.kernel.launch(self.grid, (
-            maps_q[at_q], maps_k[at_k], maps_v[at_v],
-            b"" if self.out_maps is None else self.out_maps[at_out], inputs,
-            *results, at_sinks, 0 if work is None else work.data_ptr(), *self.numbers,
-            *(expressions.arguments(x.aux, p.program) if self.reads else ()),
-        ))  # fmt: skip
+        _held, to, lse_to = (None, at_out, at_lse) if merge is None else merge.room()
+        values = {
+            "q_map": maps_q[at_q], "k_map": maps_k[at_k], "v_map": maps_v[at_v],
+            "out_map": b"" if self.out_maps is None else self.out_maps[at_out], "inputs": inputs,
+            "out": to, "lse": lse_to, "sinks": at_sinks, "work": 0 if work is None else work.data_ptr(),
+        }  # fmt: skip
+        self.kernel.launch(self.grid, values | expressions.arguments(x.aux, p.program) if self.reads else values)
         if merge is not None:
-            merge.kernel.launch(merge.grid, (*results, at_out, at_lse, at_sinks, *merge.numbers))
+            given = {"outs": to, "lses": lse_to, "out": at_out, "lse": at_lse, "sinks": at_sinks}
+            merge.kernel.launch(merge.grid, given)
         return out, lse
 
 

@@ -43,16 +43,6 @@ struct Rings {
   }
 };
 
-struct Tensors {
-  const TensorMap *held_x, *held_y, *x, *y;       // pairs
-  const float *unit_hx, *unit_hy, *unit_x, *unit_y;  // their units
-  const float *lse, *delta;                       // (batch, heads_q, rows_pitch), lse as log2
-  float* gain;                                    // the same: 1 over the sum of a row's weights; KEYS reads, else written
-  const float* sinks;
-  float *dx, *dy;
-  i64 dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row;
-  int* marks;  // one for 64 held rows of a head
-};
 #include "cuda/backward.cuh"
 
 DEVICE const float* units_stepped(const Task& task, const float* units, int g) {  // of the g-th turn
@@ -64,24 +54,24 @@ DEVICE float unit_held(const Task& task, const float* units) {
 }
 
 DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread orders tiles
-  const Tensors& t = task.t;
+  const Params& t = task.t;
   const bool lead = (threadIdx.x & 31) == 0;
   Rings rings(base);
   if (lead) {
     for (int g = 0; g < GROUPS; g++) {
       const int row = task.first + 64 * g;
-      XTile::load(base + g * XTile::bytes, t.held_x, rings.held, ONCE, row, task.head, task.batch);
-      YTile::load(base + AT_HELD_Y + g * YTile::bytes, t.held_y, rings.held, ONCE, row, task.head, task.batch);
+      XTile::load(base + g * XTile::bytes, &t.held_x, rings.held, ONCE, row, task.head, task.batch);
+      YTile::load(base + AT_HELD_Y + g * YTile::bytes, &t.held_y, rings.held, ONCE, row, task.head, task.batch);
     }
   }
   task.walk([&, rings](int g, int j) mutable {
     const int head = task.other(g);
     rings.x.await_empty();
     const u32 x = base + AT_X + rings.x.stage() * XTile::bytes, y = base + AT_Y + rings.y.stage() * YTile::bytes;
-    if (lead) XTile::load(x, t.x, rings.x.full(), OFTEN, 64 * j, head, task.batch);
+    if (lead) XTile::load(x, &t.x, rings.x.full(), OFTEN, 64 * j, head, task.batch);
     rings.x.next();
     rings.y.await_empty();
-    if (lead) YTile::load(y, t.y, rings.y.full(), OFTEN, 64 * j, head, task.batch);
+    if (lead) YTile::load(y, &t.y, rings.y.full(), OFTEN, 64 * j, head, task.batch);
     rings.y.next();
   });
 }
@@ -92,10 +82,10 @@ DEVICE float resolved(float lse, float least) {
 }
 
 // One warp brings what goes with the rows of a tile: the units and, of queries, lse, delta and gain
-DEVICE void bring_rows(u32 base, const Task& task, float noise) {
-  const Tensors& t = task.t;
+DEVICE void bring_rows(u32 base, const Task& task) {
+  const Params& t = task.t;
   const int lane = threadIdx.x & 31;
-  const float held = KEYS ? unit_held(task, t.unit_hx) * noise : 0.f;
+  const float held = KEYS ? unit_held(task, t.unit_hx) * t.noise : 0.f;
   Rings rings(base);
   task.walk([&, rings](int g, int j) mutable {
     const float *unit_x = units_stepped(task, t.unit_x, g), *unit_y = units_stepped(task, t.unit_y, g);
@@ -131,8 +121,7 @@ struct Consumer : Worker {
   float hx, hy;  // units of held rows
   float lse[2], delta[2], total[2];  // of held queries
 
-  DEVICE Consumer(const Task& task, u32 base, int group, float factor, float scale, float noise)
-      : Worker(task, base, group, factor, scale), noise(noise), rings(base) {}
+  DEVICE Consumer(const Task& task, u32 base, int group) : Worker(task, base, group), noise(task.t.noise), rings(base) {}
 
   DEVICE void release(u32 bar) const {
     if (lane == 0) barrier_arrive(bar);
@@ -276,7 +265,7 @@ struct Consumer : Worker {
     }
   }
   DEVICE void finish() {
-    const Tensors& t = task.t;
+    const Params& t = task.t;
     if (!KEYS) {
       UNROLL for (int r = 0; r < 2; r++) {
         const int at = first() + row + 8 * r;
@@ -320,23 +309,16 @@ struct Consumer : Worker {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hopper_fp32_backward(const __grid_constant__ TensorMap held_x, const __grid_constant__ TensorMap held_y,
-                         const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, const float* unit_hx,
-                         const float* unit_hy, const float* unit_x, const float* unit_y, const float* lse, const float* delta,
-                         float* gain, const float* sinks, float* dx, i64 dx_batch, i64 dx_head, i64 dx_row, float* dy,
-                         i64 dy_batch, i64 dy_head, i64 dy_row, int* marks, int heads_kv, int group, int seqlen_q,
-                         int seqlen_kv, float factor, float scale, float noise AUX_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_fp32_backward(HOPPER_FP32_BACKWARD_PARAMETERS) {
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
-  const Tensors t{&held_x, &held_y, &x, &y, unit_hx, unit_hy, unit_x, unit_y, lse, delta, gain, sinks, dx, dy,
-                  dx_batch, dx_head, dx_row, dy_batch, dy_head, dy_row, marks};
+  const Params t = PARAMS;
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
   const Task task = Task::number(blockIdx.x, t, n, aux);
   const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);
-    if (warp == 1) bring_rows(base, task, noise);
+    if (warp == 1) bring_rows(base, task);
   };
-  divide<Rings>(base, bring, [&](int group) { Consumer(task, base, group, factor, scale, noise).run(); });
+  divide<Rings>(base, bring, [&](int group) { Consumer(task, base, group).run(); });
 }

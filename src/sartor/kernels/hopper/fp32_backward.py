@@ -28,6 +28,7 @@ from sartor.features import (
 )
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.pairs import maps, noise
+from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.hopper import backward as hopper_backward
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
 from sartor.kernels.triton import launch
@@ -37,7 +38,17 @@ from sartor.problem import Problem
 if launch.available():
     from sartor.kernels.triton import split
 
-SIGNATURE = "MMMMPPPPPPPPPqqqPqqqPiiiifff"  # of the kernels, before the aux values
+PARAMS = Params(
+    "hopper_fp32_backward",
+    held_x="TensorMap", held_y="TensorMap", x="TensorMap", y="TensorMap",  # pairs
+    unit_hx="const float*", unit_hy="const float*", unit_x="const float*", unit_y="const float*",  # their units
+    lse="const float*", delta="const float*",  # (batch, heads_q, rows_pitch), lse as log2
+    gain="float*",  # the same: 1 over the sum of a row's weights; KEYS reads, else written
+    sinks="const float*",
+    dx="float*", **strides("dx"), dy="float*", **strides("dy"),
+    marks="int*",  # one for 64 held rows of a head
+    **LENGTHS, factor="float", scale="float", noise="float",
+)  # fmt: skip
 DIMS = range(17, 129)  # the wider of the two: registers hold no more, and less is hardly work for a tensor core
 ROWS = 128  # that a block holds
 AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
@@ -148,7 +159,7 @@ class Measure:
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
         widths = {64, *(d // parts for d, parts in zip(self.dims, self.parts, strict=True))}
-        return host.build(self, "f16", "hopper/fp32_backward", widths)
+        return host.build(self, "f16", "hopper/fp32_backward", widths, (PARAMS,))
 
 
 @dataclass
@@ -159,8 +170,7 @@ class Ready:
     kernel: nvrtc.Kernel
     grid: int
     maps: dict[str, nvrtc.TensorMaps]  # of pairs, by name: what is held, then what is stepped over
-    outputs: tuple[tuple[str, tuple[int, int, int]], ...]  # of X's columns and of Y's: names of arguments, and strides
-    numbers: tuple[Any, ...]
+    outputs: tuple[str, str]  # of X's columns and of Y's
 
     @classmethod
     def of(cls, p: Problem, keys: bool, sms: int, made: dict[str, torch.Tensor]) -> Ready:
@@ -168,31 +178,39 @@ class Ready:
         batch, length, heads = (p.batch, p.seqlen_kv, p.heads_kv) if keys else (p.batch, p.seqlen_q, p.heads_q)
         groups = 1 if batch * heads * -(-length // 64) <= sms else 2
         m = Measure(p, keys, groups)
-        letters = SIGNATURE + expressions.signature(p.program)
-        kernel = nvrtc.Kernel(m.compile(), "hopper_fp32_backward", letters, 128 * (groups + 1), m.shared_bytes)
         of_q, of_k = (p.batch, p.seqlen_q, p.heads_q), (p.batch, p.seqlen_kv, p.heads_kv)
         x, y = ((dim, 64, width) for dim, width in zip((p.dim, p.dim_v), m.widths, strict=True))
         tensors = {"q": (of_q, *x), "dout": (of_q, *y), "k": (of_k, *x), "v": (of_k, *y)}
         names = ("k", "v", "q", "dout") if keys else ("q", "dout", "k", "v")
         dx, dy = ("dk", "dv") if keys else ("dq", "dq")
-        return cls(
-            m, kernel, batch * heads * -(-length // (64 * groups)), {n: maps(*tensors[n]) for n in names},
-            tuple((f"{name}_ptr", launch.strides(made[name])) for name in (dx, dy)),
-            (
-                p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv,
-                p.softmax_scale * split.regained(p.dim) * launch.LOG2_E, p.softmax_scale, noise(p),
-            ),
-        )  # fmt: skip
+        fixed = of_strides("dx", launch.strides(made[dx])) | of_strides("dy", launch.strides(made[dy]))
+        fixed |= {name: getattr(p, name) for name in LENGTHS}
+        factor = p.softmax_scale * split.regained(p.dim) * launch.LOG2_E
+        numbers = {"factor": factor, "scale": p.softmax_scale, "noise": noise(p)}
+        params = PARAMS.followed_by(expressions.parameters(p.program))
+        kernel = nvrtc.Kernel(m.compile(), params, 128 * (groups + 1), m.shared_bytes, fixed | numbers)
+        grid = batch * heads * -(-length // (64 * groups))
+        return cls(m, kernel, grid, {n: maps(*tensors[n]) for n in names}, (dx, dy))
 
-    def start(self, pairs: dict[str, Any], at: dict[str, Any], aux: tuple[Any, ...]) -> None:
+    def start(self, pairs: dict[str, Any], at: dict[str, Any], aux: dict[str, Any]) -> None:
         """The launch; `at` are addresses by the names of Triton's arguments."""
-        (dx, dx_strides), (dy, dy_strides) = self.outputs
-        self.kernel.launch(self.grid, (
-            *(maps[pairs[name].data.data_ptr()] for name, maps in self.maps.items()),
-            *(pairs[name].units.data_ptr() for name in self.maps),
-            at["lse_log2_ptr"], at["delta_ptr"], at["gain_ptr"], at["sinks_ptr"], at[dx], *dx_strides,
-            at[dy], *dy_strides, at["bad_kv_ptr" if self.measure.keys else "bad_q_ptr"], *self.numbers, *aux,
-        ))  # fmt: skip
+        held_x, held_y, x, y = self.maps
+        tensors = {"unit_hx": held_x, "unit_hy": held_y, "unit_x": x, "unit_y": y}
+        values: dict[str, Any] = {unit: pairs[name].units.data_ptr() for unit, name in tensors.items()}
+        for name, tensor in {"held_x": held_x, "held_y": held_y, "x": x, "y": y}.items():
+            values[name] = self.maps[tensor][pairs[tensor].data.data_ptr()]
+        (dx, dy), marks = self.outputs, "bad_kv" if self.measure.keys else "bad_q"
+        named = {
+            "lse": "lse_log2",
+            "delta": "delta",
+            "gain": "gain",
+            "sinks": "sinks",
+            "dx": dx,
+            "dy": dy,
+            "marks": marks,
+        }
+        values |= {name: at[f"{tensor}_ptr"] for name, tensor in named.items()}
+        self.kernel.launch(self.grid, values | aux)
 
 
 SPEC = HopperFp32Backward()

@@ -110,9 +110,8 @@ struct Consumer : Worker {
   float q_unit, k_unit, next, v_unit;  // of this warp's queries; of this tile's keys, and values; of those for hi and lo
   float most;                          // the largest unit of keys so far
 
-  DEVICE Consumer(const Tensors& t, const Source& q, const Shape& n, const Aux& x, float factor, float scale, float noise,
-                  int* marks, u32 base, int group)
-      : Worker(t, n, x, base, group), q(q), factor(factor), scale(scale), noise(noise), marks(marks),
+  DEVICE Consumer(const Params& t, const Source& q, const Shape& n, const Aux& x, u32 base, int group)
+      : Worker(t, n, x, base, group), q(q), factor(t.factor), scale(t.scale), noise(t.noise), marks(t.marks),
         softmax(SCORE || PRESCALE ? 1.f : scale) {}
 
   // A warp's 16 queries, in fours of columns, COPIES a thread. They are copied to where their pairs will be, once nobody
@@ -298,17 +297,11 @@ struct Consumer : Worker {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hopper_fp32(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const float* q,
-                i64 q_batch, i64 q_head, i64 q_row, const float* k, i64 k_batch, i64 k_head, i64 k_row, const float* v,
-                i64 v_batch, i64 v_head, i64 v_row, u16* k_pairs, u16* v_pairs, u64* units, float* out, float* lse,
-                const float* sinks, int* work, int* marks, i64 out_batch, i64 out_head, i64 out_row, int heads_kv, int group,
-                int seqlen_q, int seqlen_kv, int tiles_head, int tiles, int section, int first, float factor, float scale,
-                float noise AUX_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_fp32(HOPPER_FP32_PARAMETERS) {
   extern __shared__ __align__(1024) u8 memory[];
   // rounding changes nothing, but a base that the compiler knows costs it registers
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
-  const Tensors t{nullptr, &k_map, &v_map, out, out_batch, out_head, out_row, lse, sinks, work};
+  const Params t = PARAMS;
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section};
   const Source queries{q, q_batch, q_head, q_row};
   const Keys keys{n, {k, k_batch, k_head, k_row}, {v, v_batch, v_head, v_row}, k_pairs, v_pairs, units, work};
@@ -331,6 +324,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp == 3) schedule(base, t, n, x, [&](const Place& at) { expect(queries, at, n); });
   } else {
     registers_more<OTHER_REGISTERS>();
-    Consumer(t, queries, n, x, factor, scale, noise, marks, base, warp / 4 - 1).run();
+    Consumer(t, queries, n, x, base, warp / 4 - 1).run();
   }
 }

@@ -27,6 +27,7 @@ from sartor.features import (
     UNALIGNED,
 )
 from sartor.kernels.cuda import expressions, host, pairs
+from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.hopper import forward as hopper_forward
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import fp32_forward, launch
@@ -36,7 +37,18 @@ from sartor.problem import Problem
 if launch.available():
     from sartor.kernels.triton import codegen, products, split
 
-SIGNATURE = "MMPqqqPqqqPqqqPPPPPPPPqqqiiiiiiiifff"  # of the kernel, before the aux values
+PARAMS = Params(
+    "hopper_fp32",
+    k_map="TensorMap", v_map="TensorMap",  # of pairs
+    q="const float*", **strides("q"), k="const float*", **strides("k"), v="const float*", **strides("v"),
+    k_pairs="u16*", v_pairs="u16*",  # (batch, heads, seqlen_kv, 2 * pitch)
+    units="u64*",  # (batch, heads, key tiles), of k in the low word, of v in the high one; 0 until the pairs are there
+    out="void*", lse="float*", sinks="const float*",
+    work="int*",  # [next tile, blocks that are done, next item, teams that are done]
+    marks="int*",  # one for 64 queries of a head, its last ones first
+    **strides("out"), **LENGTHS, tiles_head="int", tiles="int", section="int", first="int",
+    factor="float", scale="float", noise="float",
+)  # fmt: skip
 MAX_DIM_V = 128
 FEW_TILES = 8  # a head's query tiles that use up its keys faster than two warps a block split them
 SECTION_HEADS = 4  # that are worked on at the same time, at least
@@ -83,7 +95,7 @@ class HopperFp32:
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
         m = Measure.of(p, tile)
-        return host.build(m, "f16", "hopper/fp32_forward", (m.block_n, m.dim_v))
+        return host.build(m, "f16", "hopper/fp32_forward", (m.block_n, m.dim_v), (PARAMS,))
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """out (b, sq, hq, dv) and lse (b, hq, sq)."""
@@ -196,8 +208,6 @@ class Ready:
     measure: Measure
     kernel: nvrtc.Kernel
     grid: int
-    strides: tuple[tuple[int, int, int], ...]  # of q, k, v: batch, head, row
-    numbers: tuple[Any, ...]
     maps: tuple[nvrtc.TensorMaps, nvrtc.TensorMaps]  # of the pairs of k, v
     portable: Plan  # of fp32_forward, for the launches that are its
 
@@ -211,23 +221,25 @@ class Ready:
         items = 2 * p.batch * p.heads_kv * -(-p.seqlen_kv // m.block_n)
         first = items if tiles_head < FEW_TILES else min(items, 4 * sms)
         of_k = (p.batch, p.seqlen_kv, p.heads_kv)
+        fixed: dict[str, Any] = {name: getattr(p, name) for name in LENGTHS}
+        for name, t in {"q": x.q, "k": x.k, "v": x.v, "out": out}.items():
+            fixed |= of_strides(name, launch.strides(t))
         scaled = fp32_forward.regained(p)
-        numbers = (
-            *launch.strides(out), p.heads_kv, p.group, p.seqlen_q, p.seqlen_kv, tiles_head, tiles, m.section, first,
-            scaled["factor"], scaled["scale"], pairs.noise(p),
-        )  # fmt: skip
-        kernel = nvrtc.Kernel(
-            binary, "hopper_fp32", SIGNATURE + expressions.signature(p.program), 128 * (m.groups + 1), m.shared_bytes
-        )
+        fixed |= {
+            "tiles_head": tiles_head, "tiles": tiles, "section": m.section, "first": first,
+            "factor": scaled["factor"], "scale": scaled["scale"], "noise": pairs.noise(p),
+        }  # fmt: skip
+        params = PARAMS.followed_by(expressions.parameters(p.program))
+        kernel = nvrtc.Kernel(binary, params, 128 * (m.groups + 1), m.shared_bytes, fixed)
         return cls(
-            m, kernel, min(sms, max(tiles, items)), tuple(launch.strides(t) for t in (x.q, x.k, x.v)), numbers,
+            m, kernel, min(sms, max(tiles, items)),
             (pairs.maps(of_k, p.dim, m.block_n, m.widths[0]), pairs.maps(of_k, p.dim_v, m.block_n, m.widths[2])),
             replace(plan, kernel=fp32_forward.SPEC, tile=Tile(64, 64, 4, 1), cache={}),
         )  # fmt: skip
 
     def start(self, x: Operands, results: Results) -> None:
         """The launch on pairs."""
-        p, device, (at_q, at_k, at_v) = self.measure.p, x.q.device, self.strides
+        p, device = self.measure.p, x.q.device
         heads, tiles = p.batch * p.heads_kv, -(-p.seqlen_kv // self.measure.block_n)
         k, v = (
             torch.empty(heads * p.seqlen_kv * 2 * split.pitch(d), dtype=torch.float16, device=device)
@@ -235,13 +247,14 @@ class Ready:
         )
         units = torch.zeros(heads * tiles, dtype=torch.int64, device=device)
         work = host.workspace(device)
-        self.kernel.launch(self.grid, (
-            self.maps[0][k.data_ptr()], self.maps[1][v.data_ptr()],
-            x.q.data_ptr(), *at_q, x.k.data_ptr(), *at_k, x.v.data_ptr(), *at_v,
-            k.data_ptr(), v.data_ptr(), units.data_ptr(), results.out.data_ptr(), results.lse.data_ptr(),
-            0 if x.sinks is None else x.sinks.data_ptr(), work.data_ptr(), results.bad.data_ptr(), *self.numbers,
-            *expressions.arguments(x.aux, p.program),
-        ))  # fmt: skip
+        tensors = {
+            "q": x.q, "k": x.k, "v": x.v, "k_pairs": k, "v_pairs": v, "units": units,
+            "out": results.out, "lse": results.lse, "work": work, "marks": results.bad,
+        }  # fmt: skip
+        values: dict[str, Any] = {name: t.data_ptr() for name, t in tensors.items()}
+        values |= {"k_map": self.maps[0][values["k_pairs"]], "v_map": self.maps[1][values["v_pairs"]]}
+        values["sinks"] = 0 if x.sinks is None else x.sinks.data_ptr()
+        self.kernel.launch(self.grid, values | expressions.arguments(x.aux, p.program))
 
 
 SPEC = HopperFp32()

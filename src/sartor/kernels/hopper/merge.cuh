@@ -19,9 +19,7 @@ struct Merge {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128)
-    hopper_merge(const float* outs, const float* lses, void* out, float* lse, const float* sinks, i64 out_batch,
-                 i64 out_head, i64 out_row, int heads, int seqlen_q, int parts, int wide) {
+extern "C" __global__ void __launch_bounds__(128) hopper_merge(HOPPER_MERGE_PARAMETERS) {
   __shared__ float shares[4][128], totals[4];
   const int pieces = ceil_div(COLUMNS, 128), row = blockIdx.x / pieces, left = blockIdx.x % pieces * 128;
   const int query = row % seqlen_q, flat = row / seqlen_q, head = flat % heads, batch = flat / heads;

@@ -25,10 +25,7 @@ template <bool WIDE_ROW> struct Eight {  // neighbouring elements of a row
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128)
-    preprocess(const u8* out, const u8* dout, const float* lse, const float* dlse, float* delta, float* lse_log2, float* sums,
-               i64 out_batch, i64 out_head, i64 out_row, i64 dout_batch, i64 dout_head, i64 dout_row, int heads_q,
-               int seqlen_q) {
+extern "C" __global__ void __launch_bounds__(128) preprocess(PREPROCESS_PARAMETERS) {
   __shared__ float found[64];
   const int slices = FUSED ? ceil_div(seqlen_q, BLOCK) * BLOCK / 64 : ceil_div(seqlen_q, 64);
   const int flat = blockIdx.x / slices, slice = blockIdx.x - flat * slices, first = 64 * slice;

@@ -3,9 +3,6 @@
 // rows again, after all its tiles: it mostly has nothing to do.
 #pragma once
 
-struct Rows { const u16* data; i64 batch, head, row; };  // 16-bit rows that start on 16 bytes, strides in elements
-struct Inputs { Rows q, k, v; };
-
 #if MASK
 
 // What a warp has to do again, 16 rows of a slice each: a chain through the workspace, each place of which holds the last
@@ -21,11 +18,9 @@ struct Marks {
 };
 
 struct Repair {
-  const Inputs& in;
-  const Tensors& t;
+  const Params& t;
   const Shape& n;
   const Aux& x;
-  const float scale;
   const int warp, lane;
   float* query;  // this warp's row of q, in shared memory
   float top, sum, o[ceil_div(DIM_V, 64)][2];  // o[i]: columns 64 * i + 2 * lane and the next
@@ -48,7 +43,7 @@ struct Repair {
     for (; attended; attended &= attended - 1) {
       const int i = __ffs(attended) - 1;
       const float w = __shfl_sync(ALL, weight, i);
-      const u16* row = values + i * in.v.row;
+      const u16* row = values + i * t.inputs.v.row;
       UNROLL for (int c = 0; c < ceil_div(DIM_V, 64); c++)
         UNROLL for (int e = 0; e < 2; e++) {
           const int column = 64 * c + 2 * lane + e;
@@ -59,7 +54,7 @@ struct Repair {
 
   DEVICE void run(int item, int head, int row) {
     const int batch = batch_of(item, n), key_head = head / n.group;
-    const u16* from = in.q.data + batch * in.q.batch + head * in.q.head + row * in.q.row;
+    const u16* from = t.inputs.q.data + batch * t.inputs.q.batch + head * t.inputs.q.head + row * t.inputs.q.row;
     __syncwarp();
     for (int c = lane; c < DIM_EXACT; c += 32) query[c] = Half::widen(from[c]);
     __syncwarp();
@@ -71,7 +66,7 @@ struct Repair {
       const int kv = first + lane;
       const bool mine = kv < hi && keep(batch, head, row, kv, x, n);
       float s = -INF;
-      if (mine) s = dot(in.k.data + batch * in.k.batch + key_head * in.k.head + i64(kv) * in.k.row) * scale;
+      if (mine) s = dot(t.inputs.k.data + batch * t.inputs.k.batch + key_head * t.inputs.k.head + i64(kv) * t.inputs.k.row) * t.scale;
 #if SCORE
       if (mine) s = score(s, batch, head, row, kv, x, n);
 #endif
@@ -81,7 +76,7 @@ struct Repair {
       UNROLL for (int c = 0; c < ceil_div(DIM_V, 64); c++) o[c][0] *= shrink, o[c][1] *= shrink;
       sum = fmaf(sum, shrink, weight);  // every lane has its share
       top = higher;
-      fold(in.v.data + batch * in.v.batch + key_head * in.v.head + i64(first) * in.v.row, weight, __ballot_sync(ALL, mine));
+      fold(t.inputs.v.data + batch * t.inputs.v.batch + key_head * t.inputs.v.head + i64(first) * t.inputs.v.row, weight, __ballot_sync(ALL, mine));
     }
     UNROLL for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
     store(item, head, row);

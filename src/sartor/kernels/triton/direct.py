@@ -72,7 +72,7 @@ def as_written(compiled: Any, letters: list[str | None]) -> bool:
     """Whether the parameters of a compiled kernel are these, and the pointers to scratch."""
     if None in letters:
         return False
-    sizes = [driver.SIZES[letter or ""] for letter in letters] + [driver.SIZES["P"]] * SCRATCH
+    sizes = [driver.size(letter or "") for letter in letters] + [driver.size("P")] * SCRATCH
     return sizes == parameters(compiled.asm["ptx"])
 
 

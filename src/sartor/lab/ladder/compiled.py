@@ -12,7 +12,7 @@ import torch
 
 from sartor import nvrtc
 from sartor.device import ARCHITECTURES
-from sartor.lab.ladder.rung import ENTRY, Rung, meta, module
+from sartor.lab.ladder.rung import PARAMS, Rung, meta, module
 from sartor.lab.workloads.workload import Workload
 
 
@@ -29,7 +29,7 @@ class Build:
 def build(rung: Rung, w: Workload, arch: int) -> Build:
     """Compile a rung for a problem. Raises CompileError; without Triton ImportError; for products Unsupported."""
     if rung.is_cuda:
-        return _cuda(rung.binary(w, f"sm_{arch}"), ENTRY, rung.geometry(w)["shared"][0])
+        return _cuda(rung.binary(w, f"sm_{arch}"), PARAMS.kernel, rung.geometry(w)["shared"][0])
     if rung.kernel:
         return _product(rung.kernel, w, arch)
     return _triton(*module(rung.path).build(*meta(w), bool(w.pattern.causal), w.dim**-0.5), arch=arch)

@@ -20,11 +20,14 @@ import torch
 import sartor
 from sartor import nvrtc
 from sartor.device import Device
+from sartor.kernels.cuda.params import Params
 from sartor.lab.ladder import header
 from sartor.lab.workloads.workload import Inputs, Workload
 
 FOLDER = Path(__file__).parent / "rungs"
-ENTRY, SIGNATURE = "rung", "PPPPPiif"  # q, k, v, out, workspace, batch * heads, n, softmax_scale
+PARAMS = Params(
+    "rung", q="void*", k="void*", v="void*", out="void*", workspace="void*", heads="int", n="int", scale="float"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +148,9 @@ class Rung:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(q)
             space = torch.empty(size["workspace"][0], dtype=torch.float32, device=q.device)
-            pointers = (t.data_ptr() for t in (q, k, v, out, space))
-            start.launch((x, y, z), (*pointers, w.batch * w.heads_q, w.seqlen_q, scale))
+            tensors = {"q": q, "k": k, "v": v, "out": out, "workspace": space}
+            numbers = {"heads": w.batch * w.heads_q, "n": w.seqlen_q, "scale": scale}
+            start.launch((x, y, z), {name: t.data_ptr() for name, t in tensors.items()} | numbers)
             return out
 
         return attend
@@ -154,7 +158,7 @@ class Rung:
 
 @lru_cache(maxsize=256)
 def _kernel(binary: nvrtc.Binary, block: int, shared: int) -> nvrtc.Kernel:
-    return nvrtc.Kernel(binary, ENTRY, SIGNATURE, block, shared)
+    return nvrtc.Kernel(binary, PARAMS, block, shared)
 
 
 def meta(w: Workload) -> list[torch.Tensor]:

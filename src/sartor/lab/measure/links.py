@@ -71,8 +71,7 @@ def examine(plan: Plan | None = None) -> Iterator[Finding]:
     """
     if "RANK" not in os.environ:
         raise ValueError(
-            "--distributed must be run by torchrun, as in:"
-            " torchrun --nproc-per-node 4 -m sartor.cli doctor --distributed"
+            "--distributed must be run by torchrun, as in: torchrun --nproc-per-node 4 -m sartor doctor --distributed"
         )
     number, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     device = torch.device("cuda", number % gpus) if gpus else torch.device("cpu")

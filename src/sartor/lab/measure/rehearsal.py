@@ -92,9 +92,9 @@ def rehearsed(device: Device) -> Iterator[list[Launched]]:
 
 
 def _passed(kernel: Any, values: Any) -> Iterable[Any]:
-    """What a launch passes: values in the order of the parameters, or their bytes where they are written by name."""
-    whole = getattr(getattr(kernel, "params", None), "bytes", None)
-    return values if whole is None else (whole(values),)
+    """What a launch passes, in the order of the parameters."""
+    given = {**kernel.fixed, **values}
+    return [given[name] for name in kernel.params.types]
 
 
 def _of_triton(step: launch.Launch, arch: int) -> Launched:

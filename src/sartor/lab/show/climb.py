@@ -12,7 +12,7 @@ from sartor.lab.ladder.rung import Rung
 from sartor.lab.measure.records import CEILINGS, Record
 from sartor.lab.show import counters, curves, names, plots
 from sartor.lab.show.table import NONE, Pivot, Table, number
-from sartor.lab.show.tables import skipped
+from sartor.lab.show.tables import noted, skipped
 
 LAST = ("sdpa-efficient", "rung:05", "rung:06", "rung:08")  # measured at every length of the float32 problem
 Problem = Callable[[Record], bool]
@@ -70,7 +70,7 @@ def sweep(name: str, records: list[Record]) -> Table:
             r = cells.get(provider)
             row.append(NONE if r is None else _rate(r, base) if r.ms else skipped(r, reasons))
         made.rows.append(row)
-    made.notes += list(reasons)
+    made.notes += noted(reasons)
     return made
 
 
@@ -85,7 +85,7 @@ def one(rung: Rung, records: list[Record]) -> Table:
         for r in group:
             if r.provider == rung.provider:
                 made.rows.append([_problem(r), *_figures(r, group, records, reasons), _error(r)])
-    made.notes = list(reasons)
+    made.notes = noted(reasons)
     return made
 
 
@@ -104,7 +104,7 @@ def _table(group: list[Record], records: list[Record]) -> Table:
             continue
         claim = ladder.find(_number(r)).claim
         made.rows.append([names.title(r.provider), *_figures(r, group, records, reasons), claim])
-    made.notes = list(reasons)
+    made.notes = noted(reasons)
     return made
 
 

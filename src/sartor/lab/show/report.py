@@ -99,7 +99,8 @@ def provenance(chosen: list[Record], everything: list[Record]) -> str:
     words += [f"triton {r.triton}"] if r.triton else []
     words += [f"driver {r.driver}"] if r.driver else []
     words += [f"SM clock {min(clocks):.0f}-{max(clocks):.0f} MHz"] if clocks else []
-    words += [f"{x.dtype} matrix product {x.tflops:.3g} TFLOP/s" for x in peaks if x.tflops]
+    scale, unit = (1e3 if r.device == "cpu" else 1.0), tables.rate_unit(r.device)
+    words += [f"{x.dtype} matrix product {scale * x.tflops:.3g} {unit}" for x in peaks if x.tflops]
     words += [f"copy {x.gbps:.0f} GB/s" for x in peaks if x.gbps]
     commits = dict.fromkeys(f"{x.commit[:10]}{' with changes' if x.dirty else ''}" for x in chosen if x.commit)
     words += [f"commit {' and '.join(commits)}"] if commits else []

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from statistics import geometric_mean, median
 from typing import Any
 
 from sartor.lab.measure import check
+from sartor.lab.measure.contention import MOST, SPREAD, disturbed
 from sartor.lab.measure.records import Record
+from sartor.lab.measure.rehearsal import Launched
 from sartor.lab.show import names
 from sartor.lab.show.table import LABELS, NONE, Pivot, Table, number
 
@@ -19,11 +21,11 @@ Verified = Callable[[Record], bool]
 def speed(
     records: list[Record], baseline: str, verified: Verified = lambda r: True, ours: str = "sartor"
 ) -> Table:  # fmt: skip
-    """Milliseconds and TFLOP/s (decode: GB/s) of every provider, and how `ours` compares."""
+    """Milliseconds and TFLOP/s (of a CPU GFLOP/s, of decoding GB/s) of every provider, and how `ours` compares. A time
+    that is not to be trusted is marked ~."""
     pivot = Pivot.of(records)
-    decode = all(r.mode == "decode" for r in records)
-    columns = [*_words(pivot), f"vs {names.provider(baseline)}", "vs best"]
-    table = _table(pivot, "ms and GB/s" if decode else "ms and TFLOP/s", columns)
+    unit = "GB/s" if all(r.mode == "decode" for r in records) else rate_unit(records[0].device)
+    table = _table(pivot, f"ms and {unit}", [*_words(pivot), f"vs {names.provider(baseline)}", "vs best"])
     reasons: dict[str, None] = {}
     ratios: list[float] = []
     for i, cells in enumerate(pivot.rows):
@@ -40,7 +42,12 @@ def speed(
         if own and others:
             ratios.append(min(others) / own)
         table.rows.append(row)
-    table.notes += _verdict(ratios, ours) + list(reasons)
+    table.notes += _verdict(ratios, ours) + noted(reasons)
+    if any(r.ms and disturbed(r) for r in records):
+        table.notes.append(
+            f"~ is not to be trusted: other processes took over {100 * MOST:.0f} % of the CPUs that it wants, or its"
+            f" samples' 80th percentile is over {SPREAD} times their 20th."
+        )
     return table
 
 
@@ -66,8 +73,30 @@ def _cell(told: Callable[[Record], str], r: Record | None, reasons: dict[str, No
     return text if verified(r) else f"{text} unverified"
 
 
+def rate_unit(device: str) -> str:
+    """Of useful work, by a device's key: a CPU does less than a TFLOP/s."""
+    return "GFLOP/s" if device == "cpu" else "TFLOP/s"
+
+
+def rate(tflops: float | None, device: str) -> str:
+    """In that unit."""
+    return number(None if tflops is None else tflops * (1e3 if device == "cpu" else 1))
+
+
+def noted(reasons: Iterable[str]) -> list[str]:
+    """Reasons as `skipped` collects them, each said once: of the providers that share it."""
+    sharing = dict[str, list[str]]()
+    for text in reasons:
+        provider, _, why = text.partition(": ")
+        sharing.setdefault(why, []).append(provider)
+    return [f"{', '.join(who)}: {why}" for why, who in sharing.items()]
+
+
 def _speed(r: Record) -> str:
-    return "" if r.ms is None else f"{number(r.ms)} / {number(r.gbps if r.mode == 'decode' else r.tflops)}"
+    if r.ms is None:
+        return ""
+    mark = "~" if disturbed(r) else ""
+    return f"{mark}{number(r.ms)} / {number(r.gbps) if r.mode == 'decode' else rate(r.tflops, r.device)}"
 
 
 def _calls(r: Record) -> str:
@@ -95,7 +124,7 @@ def memory(records: list[Record]) -> Table:
     for cells in pivot.rows:
         found = [cells.get(name) for name in pivot.providers]
         table.rows.append(pivot.axes(cells) + [_cell(_peak, r, reasons, lambda r: True) for r in found])
-    table.notes += list(reasons)
+    table.notes += noted(reasons)
     return table
 
 
@@ -167,7 +196,7 @@ def first(records: list[Record], verified: Verified = lambda r: True) -> Table:
     took = [r.import_s for r in records if r.import_s is not None]
     if took:
         table.notes.append(f"import sartor, beyond torch: {number(median(took))} s, at most {number(max(took))} s.")
-    table.notes += list(reasons)
+    table.notes += noted(reasons)
     return table
 
 
@@ -234,7 +263,7 @@ def head_dims(records: list[Record], baseline: str, verified: Verified = lambda 
         "Saved: against the same call padded to the next power of two; of shared memory (smem), against the same tile. "
         "Time / line: against the straight line between "
         "the neighbouring powers of two; 1.00 means that a head dim costs exactly its share.",
-        *reasons,
+        *noted(reasons),
     ]
     return table
 
@@ -265,6 +294,15 @@ def _words(pivot: Pivot) -> list[str]:
 def _table(pivot: Pivot, what: str, columns: list[str]) -> Table:
     headers = [LABELS.get(axis, axis) for axis in pivot.varying] + columns
     return Table(f"{what} ({pivot.constant})" if pivot.constant else what, headers, [])
+
+
+def launches(steps: Iterable[tuple[str, Launched]]) -> Table:
+    """Pass, kernel, grid, threads and shared memory of each launch."""
+    made = Table("launches", ["pass", "kernel", "grid", "threads", "shared bytes", "compiler"], [], words=("kernel",))
+    for mode, step in steps:
+        grid = " x ".join(map(str, step.grid))
+        made.rows.append([mode, step.name, grid, str(step.block), str(step.shared), step.compiler])
+    return made
 
 
 def checks(rows: list[check.Row]) -> Table:

@@ -1,0 +1,160 @@
+"""What the Hopper kernels are launched with: each parameter gets the value that its name says, no other of its type."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import sartor
+from sartor import nvrtc, ops
+from sartor.device import ARCHITECTURES, Device
+from sartor.kernels.cuda import host, pairs, params
+from sartor.kernels.hopper import forward
+from sartor.kernels.triton import launch
+from sartor.mods.recent import Recent
+from sartor.problem import Call, Problem
+
+LOG2_E, SCALE = math.log2(math.e), 0.37
+LENGTHS = {
+    "heads_kv": 3,
+    "group": 2,
+    "seqlen_q": 70,
+    "seqlen_kv": 90,
+}  # all different, so that none can stand for another
+pytestmark = pytest.mark.skipif(not launch.available(), reason="needs Triton, whose launches stand between")
+
+
+@pytest.fixture
+def launches(monkeypatch) -> dict[str, dict[str, Any]]:
+    """The arguments of each kernel's launch by name, after a call. A tensor map is the address that it is of."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def record(kernel, grid, values):
+        found[kernel.name] = kernel.fixed | values
+        assert found[kernel.name].keys() == set(kernel.params.types)
+
+    monkeypatch.setattr(nvrtc, "missing", lambda: "")
+    monkeypatch.setattr(nvrtc, "tensor_map", lambda address, *facts: address.to_bytes(8, "little"))
+    monkeypatch.setattr(nvrtc.Kernel, "launch", record)
+    monkeypatch.setattr(host, "_built", lambda *_: None)
+    monkeypatch.setattr(launch, "again", lambda *_: True)
+    monkeypatch.setattr(Device, "of", classmethod(lambda *_: ARCHITECTURES[90]))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(ops, "_PREPARED", Recent(2048))
+    return found
+
+
+def inputs(dtype: torch.dtype, dim: int = 64) -> Iterator[torch.Tensor]:
+    """q, k, v with different strides in every dim, each within a wider tensor."""
+    for i, (n, heads) in enumerate(((70, 6), (90, 3), (90, 3))):
+        yield torch.zeros((2, n + i, heads + i, dim + 8 * i), dtype=dtype)[:, :n, :heads, :dim].requires_grad_()
+
+
+def strides(name: str, t: torch.Tensor) -> dict[str, int]:
+    return {f"{name}_batch": t.stride(0), f"{name}_head": t.stride(2), f"{name}_row": t.stride(1)}
+
+
+def places(**tensors: torch.Tensor) -> dict[str, int]:
+    return {name: t.data_ptr() for name, t in tensors.items()}
+
+
+def contains(given: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return {name: given[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_forward(launches):
+    q, k, v = (t.detach() for t in inputs(torch.bfloat16))
+    sinks = torch.zeros(6)
+    out, lse = sartor.attention(q, k, v, softmax_scale=SCALE, sinks=sinks, causal=True, return_lse=True)
+    given = launches["hopper_forward"]
+    assert contains(given, LENGTHS | strides("out", out) | places(out=out, lse=lse, sinks=sinks))
+    assert contains(given, {"factor": SCALE * LOG2_E, "scale": SCALE})
+    for name, t in {"q_map": q, "k_map": k, "v_map": v, "out_map": out}.items():
+        assert int.from_bytes(given[name][:8], "little") == t.data_ptr(), name
+    rows = forward.INPUTS.unpack(given["inputs"])
+    assert rows == tuple(x for t in (q, k, v) for x in (t.data_ptr(), t.stride(0), t.stride(2), t.stride(1)))
+
+
+def test_schedule(launches):
+    q = torch.zeros((1, 64 * 64, 64, 128), dtype=torch.bfloat16)
+    sartor.attention(q, q, q)
+    given = launches["hopper_forward"]
+    numbers = [given[name] for name in ("tiles_head", "tiles", "whole", "parts", "width")]
+    assert numbers == [21, 1432, 1320, 48, 2]
+    assert given["section"] == 32
+
+
+def test_merge(launches):
+    q, k = (torch.zeros((1, n, 6, 64), dtype=torch.bfloat16)[:, :, ::2] for n in (5, 9000))
+    out, lse = sartor.attention(q, k, k, return_lse=True)
+    first, given = launches["hopper_forward"], launches["hopper_merge"]
+    assert contains(given, places(out=out, lse=lse) | strides("out", out) | {"heads": 3, "seqlen_q": 5, "wide": 0})
+    assert (given["outs"], given["lses"], given["parts"]) == (first["out"], first["lse"], first["parts"])
+    assert contains(first, {"out_batch": 3 * 5 * 64, "out_head": 5 * 64, "out_row": 64})
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward(launches, softcap, deterministic):
+    q, k, v = inputs(torch.bfloat16)
+    options = {"softmax_scale": SCALE, "softcap": softcap, "causal": True, "deterministic": deterministic}
+    out = sartor.attention(q, k, v, **options)
+    dout = torch.zeros_like(out)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    given, lengths = launches["preprocess"], {"heads_q": 6, "seqlen_q": 70}
+    assert contains(given, lengths | strides("out", out) | strides("dout", dout) | places(out=out, dout=dout))
+    assert given["lse"] not in (given["delta"], given["lse_log2"], given["sums"])
+    sweep = launches["hopper_backward"]  # the last one, of dk and dv
+    assert contains(sweep, LENGTHS | places(dx=dk, dy=dv) | strides("dx", dk) | strides("dy", dv))
+    assert contains(sweep, {"factor": LOG2_E * (1 if softcap else SCALE), "scale": SCALE})
+    assert contains(sweep, {"lse": given["lse_log2"], "delta": given["delta"]})
+    for name, t in {"held_x": k, "held_y": v, "x": q, "y": dout}.items():
+        assert int.from_bytes(sweep[name][:8], "little") == t.data_ptr(), name
+    if not deterministic:
+        given = launches["round_dq"]
+        assert contains(given, lengths | places(dq=dq) | strides("dq", dq) | {"scale": SCALE, "sums": sweep["sums"]})
+
+
+def test_forward_of_float32(launches):
+    q, k, v = (t.detach() for t in inputs(torch.float32))
+    sinks = torch.zeros(6)
+    out, lse = sartor.attention(q, k, v, softmax_scale=SCALE, sinks=sinks, return_lse=True, kernel="fp32")
+    given = launches["hopper_fp32"]
+    tensors = {"q": q, "k": k, "v": v, "out": out}
+    assert contains(given, LENGTHS | places(**tensors, lse=lse, sinks=sinks))
+    for name, t in tensors.items():
+        assert contains(given, strides(name, t))
+    for name in ("k", "v"):
+        assert int.from_bytes(given[f"{name}_map"][:8], "little") == given[f"{name}_pairs"]
+    assert given["scale"] == pytest.approx(SCALE, rel=1e-5)
+    assert given["factor"] == pytest.approx(SCALE * LOG2_E, rel=1e-5)
+    assert given["noise"] == pytest.approx(pairs.noise(Problem.of(Call(q, k, v, softmax_scale=SCALE))))
+
+
+def test_backward_of_float32(launches):
+    q, k, v = inputs(torch.float32)
+    sinks = torch.zeros(6)
+    out = sartor.attention(q, k, v, softmax_scale=SCALE, sinks=sinks)
+    _, dk, dv = torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    given = launches["hopper_fp32_backward"]  # the last one, of dk and dv
+    assert contains(given, LENGTHS | places(dx=dk, dy=dv, sinks=sinks) | strides("dx", dk) | strides("dy", dv))
+    assert given["scale"] == SCALE
+    assert given["factor"] == pytest.approx(SCALE * LOG2_E, rel=1e-5)
+    assert given["noise"] == pytest.approx(pairs.noise(Problem.of(Call(q, k, v, softmax_scale=SCALE))))
+    addresses = [given[name] for name in ("unit_hx", "unit_hy", "unit_x", "unit_y", "lse", "delta", "gain", "marks")]
+    assert len(set(addresses)) == len(addresses)
+
+
+def test_a_launch_takes_all_values_and_no_other():
+    kernel = nvrtc.Kernel(None, params.Params("f", n="int", scale="float"), 32, fixed={"scale": 1.0})
+    for values in ({}, {"n": 1, "scale": 2.0}, {"m": 1}):
+        with pytest.raises(TypeError, match="f takes n, got"):
+            kernel.launch(1, values)
+    with pytest.raises(TypeError, match="n of f must be a pointer or one of"):
+        params.Params("f", n="u32")
