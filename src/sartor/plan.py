@@ -100,8 +100,8 @@ def _in_words(plan: Plan | None) -> str:
     while tiles[-1].then:
         tiles.append(tiles[-1].then)
     shapes = [f"{t.block_m} queries x {t.block_n} keys, {t.warps} warps, stages {t.stages}" for t in tiles]
-    if plan.tile.parts > 1:
-        shapes.append(f"one more kernel merges the results of {plan.tile.parts} parts of the keys")
+    if plan.tile.num_splits > 1:
+        shapes.append(f"one more kernel merges the results of {plan.tile.num_splits} KV splits")
     held = {"registers a thread": plan.registers, "bytes of shared memory a block": plan.shared_bytes}
     words = [", then ".join(shapes), *(f"{count} {what}" for what, count in held.items() if count is not None)]
     return f"{plan}\n            {'; '.join(words)}"
