@@ -1,5 +1,5 @@
-# make bench | test | test-torch | lint. PYTHON is the interpreter to build on, TORCH what to install where it has no
-# CUDA torch.
+# make bench | test | test-all | test-torch | lint | docs. PYTHON is the interpreter to build on, TORCH what to install
+# where it has no CUDA torch.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
@@ -11,13 +11,17 @@ LOWEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 CORE   := $(addprefix tests/cpu/test_,\
 	api.py budgets.py expressions.py faces.py mods.py properties.py reliability.py torch_kernels.py)
 
-.PHONY: bench test test-torch lint fix clean
+.PHONY: bench test test-all test-torch lint fix docs clean
 
 bench: $(STAMP)
 	$(BIN)/python -m sartor bench --quick --max-seconds 180
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+# And what `make test` takes samples of.
+test-all: test
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'thorough and not gpu and not slow'
 
 # What needs torch alone, on another torch: the lowest allowed, or TORCH. Gigabytes where pip finds CUDA builds only.
 test-torch: TORCH = torch==$(LOWEST).*
@@ -35,6 +39,10 @@ lint: $(STAMP)
 fix: $(STAMP)
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
+
+# The site, in build/site; links that lead nowhere are errors.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Where PYTHON already has a CUDA torch and what the lab needs, nothing is fetched or built, so that it works offline: a
 # .pth file names the folder of its packages (--system-site-packages would miss those of a venv) and that of ours.

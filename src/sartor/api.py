@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, Literal
 
 import torch
 from torch.autograd import forward_ad
 
 from sartor import ops
-from sartor.checks import LAYOUTS, boolean, floating, known_layout, needs_operator
+from sartor.checks import LAYOUTS, boolean, floating, known_layout, needs_operator, suggesting, unexpected
 from sartor.device import Device
 from sartor.mods.core import Mask, Score
 from sartor.plan import Explanation
@@ -20,6 +21,7 @@ Causal = bool | Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None] | None
 
 
+@suggesting
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -77,7 +79,7 @@ def attention(
         kernel: "auto", or a family ("hopper", "fp32", "triton", "torch", ...) or one of its kernels ("fp32_forward")
             by name, which then runs or raises.
         precision: for float32 inputs, "ieee" (float32 accuracy, by pairs of float16; docs/numerics.md)
-            or "tf32" (10 bits of mantissa; on Hopper slower than that).
+            or "tf32" (10 bits of mantissa; on Hopper slower than that; a CPU computes in float32 all the same).
 
     Returns:
         out (batch, seqlen_q, heads_q, dim_v) in `layout`. A row that attends to no key is 0, its lse -inf (its sink's
@@ -122,9 +124,9 @@ def explain(
         **options: as in `attention`; `return_lse` is accepted and changes nothing.
     """
     boolean("return_lse", options.pop("return_lse", False))
-    unknown = set(options) - set(attention.__kwdefaults__ or ())
-    if unknown:
-        raise TypeError(f"explain() got unknown arguments {sorted(unknown)}")
+    known = tuple(signature(attention).parameters)
+    if not options.keys() <= set(known):
+        raise unexpected("explain", options, known)
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"device must be a sartor.device.Device, got {type(device).__name__}: {device!r}")
     q, k, v = _autocast(q, k, v)

@@ -5,11 +5,62 @@ from __future__ import annotations
 
 import numbers
 import operator
-from typing import Any
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 LAYOUTS = {"bshd": "(batch, seqlen, heads, dim)", "bhsd": "(batch, heads, seqlen, dim)"}
+
+ELSEWHERE = {  # what other libraries call it: what is meant here
+    "attention_mask": "mask (bool, True = attend) or bias (float, added to the scores)",
+    "attn_bias": "bias",
+    "attn_mask": "mask (bool, True = attend) or bias (float, added to the scores)",
+    "block_mask": "mask (a sartor.mods.Mask; sartor.integrations.flex takes flex_attention's)",
+    "dropout": "to leave it out, as there is no dropout",
+    "dropout_p": "to leave it out, as there is no dropout",
+    "enable_gqa": "to leave it out, as k and v may have fewer heads",
+    "is_causal": "causal ('top_left' for PyTorch's, where q and k differ in length)",
+    "logits_soft_cap": "softcap",
+    "mask_mod": "mask (a sartor.mods.Mask)",
+    "return_attn_probs": "return_lse",
+    "return_softmax_lse": "return_lse",
+    "s_aux": "sinks",
+    "scale": "softmax_scale",
+    "score_mod": "score (a sartor.mods.Score)",
+    "sliding_window": "window",
+    "sm_scale": "softmax_scale",
+}
+
+
+def suggesting(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose TypeError for a keyword that it does not know says which one is meant."""
+    known = tuple(signature(function).parameters)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            own = error.__traceback__ is None or error.__traceback__.tb_next is None  # Python's, of this very call
+            if own and not kwargs.keys() <= set(known):
+                raise unexpected(function.__name__, kwargs, known) from None
+            raise
+
+    return call
+
+
+def unexpected(function: str, given: Collection[str], known: Collection[str]) -> TypeError:
+    """The error for the first of the keywords given that is not among those known."""
+    name = next(n for n in given if n not in known)
+    meant = ELSEWHERE.get(name) or next(iter(get_close_matches(name, known, 1)), "")
+    hint = f": did you mean {meant}?" if meant else f": expected {', '.join(known)}"
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def boolean(name: str, value: Any) -> bool:

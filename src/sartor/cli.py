@@ -16,4 +16,3 @@ def main() -> None:
     from sartor.lab.cli.app import app
 
     app(prog_name="sartor")
-

@@ -6,8 +6,10 @@ needs to see an operator (torch.compile, FakeTensor, FLOP counting, torch.jit.tr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from sartor.device import Device
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost
 from sartor.mods.core import lookup, tensors_of
 from sartor.mods.recent import Recent
-from sartor.plan import choose, choose_backward
+from sartor.plan import advice, choose, choose_backward
 from sartor.problem import Call, Problem, Template, aux_values, wide
 
 Tensor = torch.Tensor
@@ -34,6 +36,7 @@ class Prepared:
     template: Template
     any_layout: bool  # whether the forward kernel takes and gives layout bhsd too
     backwards: dict[bool, Plan] = field(default_factory=dict)  # by whether results must have the same bits every time
+    layouts: tuple[Any, ...] = ()  # strides, and offset from 16 bytes, of what autograd saves: for all calls of the key
 
     def operands(self, call: Call, lse: bool = True) -> Operands:
         """The data of one call, dense in the last dim, in a layout that the forward kernel takes."""
@@ -77,9 +80,16 @@ def prepare(call: Call) -> Prepared:
         problem, template = Problem.parse(call)
         device = Device.of(call.q.device)
         forward = own(choose(problem, device))
+        if sentence := advice(problem, device, forward):
+            _warn_once(sentence)
         found = Prepared(problem, device, forward, template, getattr(forward.kernel, "any_layout", False))
         _PREPARED.add(key, found)
     return found
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=6)  # the line that calls `attention`
 
 
 def run(call: Call, lse: bool) -> tuple[Tensor, Any]:
@@ -156,13 +166,14 @@ class _Attention(torch.autograd.Function):
         ctx.tables = len(tables), dict(enumerate(call.table_gradients or ())), [(t.dtype, t.shape) for t in tables]
         ctx.dtypes = (None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype)
         saved = x.q, x.k, x.v, x.sinks, out, lse, *(a for a in x.aux if isinstance(a, Tensor))
-        ctx.layouts = tuple(None if t is None else (t.stride(), t.data_ptr() & 15) for t in saved)
+        if not prepared.layouts:
+            prepared.layouts = tuple(None if t is None else (t.stride(), t.data_ptr() & 15) for t in saved)
         ctx.save_for_backward(*saved)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.layouts)
+        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.prepared.layouts)
         left = iter(tensors)
         aux = tuple(next(left) if a is None else a for a in ctx.prepared.template)
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from sartor import features, kernels
+import torch
+
+from sartor import features, kernels, nvrtc
 from sartor.device import Device
 from sartor.errors import Unsupported
 from sartor.kernels.spec import Plan
@@ -66,6 +68,18 @@ def _walk(names: tuple[str, ...], p: Problem, dev: Device) -> tuple[dict[str, li
     return refused, None
 
 
+def advice(p: Problem, dev: Device, plan: Plan) -> str:
+    """What to install so that a faster kernel serves `p`: where the run-time compiler is all that one lacks."""
+    why = nvrtc.missing() if dev.arch == 90 and p.kernel == "auto" else ""
+    for name in candidates(p) if why else ():
+        spec = kernels.load(name)
+        if spec is plan.kernel:
+            break
+        if not features.missing(p, spec.features) and spec.why_not(p, dev) == [why]:
+            return f"on {dev.name} a slower kernel runs in place of the Hopper kernels: {why}"
+    return ""
+
+
 @dataclass(frozen=True, repr=False)
 class Explanation:
     """The walks of `choose` and `choose_backward` in words; `str()` prints them."""
@@ -99,7 +113,9 @@ def _in_words(plan: Plan | None) -> str:
     tiles = [plan.tile]
     while tiles[-1].then:
         tiles.append(tiles[-1].then)
-    shapes = [f"{t.block_m} queries x {t.block_n} keys, {t.warps} warps, stages {t.stages}" for t in tiles]
+    shapes = [f"{t.block_m} queries x {t.block_n} keys" for t in tiles]
+    if not plan.device.is_cpu:
+        shapes = [f"{s}, {t.warps} warps, stages {t.stages}" for s, t in zip(shapes, tiles, strict=True)]
     if plan.tile.num_splits > 1:
         shapes.append(f"one more kernel merges the results of {plan.tile.num_splits} KV splits")
     held = {"registers a thread": plan.registers, "bytes of shared memory a block": plan.shared_bytes}
@@ -114,5 +130,7 @@ def explain(p: Problem, dev: Device) -> Explanation:
     refused, plan = _walk(candidates(p), p, dev)
     refused_backward, backward = _walk(plan.kernel.backwards, p, dev) if plan else ({}, None)  # type: ignore[attr-defined]
     notes = [f"{name} is copied once: its last dim is not dense, or its rows lie too far apart" for name in p.copies]
+    if p.precision == "tf32" and p.dtype == torch.float32 and dev.is_cpu:
+        notes.append("precision='tf32' changes nothing on a CPU, which computes in all of float32")
     notes += [note for chosen in (plan, backward) if chosen is not None for note in chosen.notes]
     return Explanation(p, dev, refused, plan, refused_backward, backward, tuple(notes))

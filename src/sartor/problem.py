@@ -22,7 +22,8 @@ from sartor.checks import (
     slopes_without_gradient,
 )  # fmt: skip
 from sartor.mods import masks, scores
-from sartor.mods.core import Mask, Mod, Program, Score, unnamed
+from sartor.mods.core import Mask, Mod, Score, unnamed
+from sartor.mods.program import Program
 from sartor.mods.tracing import four_dims, resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

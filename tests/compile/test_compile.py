@@ -15,6 +15,7 @@ from importlib.resources import files
 import pytest
 import torch
 
+from samples import sample
 from sartor import kernels, mods
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Operands, Plan, Saved, Tile
@@ -33,7 +34,8 @@ BATCH, LENGTH, HEADS = 4, 4096, 16
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
 HOT = ("forward", "dkdv", "dq")
 ROWS = [json.loads(line) for line in (files("sartor.tuning") / "data" / "sm90.jsonl").read_text().splitlines()]
-OFTEN = (64, 80, 96, 128, 256)  # head dims whose rows every run compiles; `-m slow` compiles the others
+SOME = {16: (64, 128), 32: (64,)}  # by bits, head dims whose rows `make test` compiles
+OFTEN = {16: (64, 80, 96, 128, 256), 32: (64, 128)}  # those that `make test-all` compiles; `-m slow` the others
 MEASURED_WITH = "3.6.0"  # Triton of the rows
 ELSEWHERE_BYTES = 512  # what a row may spill, by thread, under another release
 # Nobody tuned for these: some of the first legal tiles spill. More than this would be news.
@@ -96,8 +98,9 @@ def row_id(row):
 
 
 def marked(row):
-    often = OFTEN if row["bits"] == 16 else (64, 128)
-    return pytest.param(row, id=row_id(row), marks=() if row["dim"] in often else pytest.mark.slow)
+    some, often = SOME[row["bits"]], OFTEN[row["bits"]]
+    others = pytest.mark.thorough if row["dim"] in often else pytest.mark.slow
+    return pytest.param(row, id=row_id(row), marks=() if row["dim"] in some else others)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
@@ -138,15 +141,15 @@ def test_row_compiles(row):
     assert total <= 4 * row["spills"] + ELSEWHERE_BYTES
 
 
-ELSEWHERE = [
-    pytest.param(arch, dim, mask, kernel, marks=() if mask == "band" else pytest.mark.slow)
-    for arch in (80, 100) for dim in (64, 128) for mask in ("full", "band")
-    for kernel in ("triton_forward", "triton_backward")
-] + [  # little shared memory; head dims that come in several products, and pairs: more sums than tensor memory takes
+BANDS = [(arch, d, "band", f"triton_{way}") for arch in (80, 100) for d in (64, 128) for way in ("forward", "backward")]
+FULL = [pytest.param(arch, dim, "full", kernel, marks=pytest.mark.slow) for arch, dim, _, kernel in BANDS]
+# Little shared memory; head dims that come in several products, and pairs: more sums than tensor memory takes
+OTHERS = [
     (86, 512, "full", "triton_backward"), (86, 64, "full", "fp32_backward"),
     (100, 104, "band", "triton_backward"), (100, 240, "full", "triton_forward"), (100, 256, "band", "triton_backward"),
     (100, 64, "full", "fp32_forward"), (100, 64, "band", "fp32_backward"),
 ]  # fmt: skip
+ELSEWHERE = sample(BANDS + OTHERS, lambda case: case[1] == 64 and case[3] != "fp32_backward") + FULL
 
 
 @pytest.mark.parametrize(("arch", "dim", "mask", "kernel"), ELSEWHERE)
@@ -182,8 +185,13 @@ MODS = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["triton_forward", "triton_backward"])
-@pytest.mark.parametrize("name", MODS)
+SOME_MODS = [("bias", "triton_backward"), ("softcap", "triton_forward"), ("document", "triton_backward")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    sample([(name, f"triton_{way}") for name in MODS for way in ("forward", "backward")], SOME_MODS.__contains__),
+)
 def test_float32_with_mods(name, kernel):
     """Every mod compiles in float32, on the tile that planning takes; the products are not in tf32 unasked."""
     call = call_of(64, dtype=torch.float32, **MODS[name]())
@@ -199,9 +207,14 @@ def test_float32_with_mods(name, kernel):
             assert not found.count("HGMMA"), launch_name
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("kernel", ["fp32_forward", "fp32_backward"])
-@pytest.mark.parametrize("name", ["bias", "sinks"])
+@pytest.mark.parametrize("arch", sample([80, 90], lambda arch: arch == 90))
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    sample(
+        [(name, f"fp32_{way}") for name in ("bias", "sinks") for way in ("forward", "backward")],
+        [("bias", "fp32_forward"), ("sinks", "fp32_backward")].__contains__,
+    ),
+)
 def test_pairs_with_mods(name, kernel, arch):
     """float32 in pairs is on tensor cores, and so is the second computation, by triples of bfloat16."""
     call = call_of(64, dtype=torch.float32, **MODS[name]())
@@ -218,7 +231,7 @@ def test_pairs_with_mods(name, kernel, arch):
                 assert found.shared_bytes <= ARCHITECTURES[arch].smem_bytes, launch_name
 
 
-@pytest.mark.parametrize("kind", ["bias", "bias by head", "bool"])
+@pytest.mark.parametrize("kind", sample(["bias", "bias by head", "bool"], lambda kind: kind == "bias"))
 def test_tensors_are_read_in_wide_loads(kind):
     """What mods read for every pair comes 16 bytes at a time, within the shared memory that the model foresees."""
     options = {
@@ -241,7 +254,7 @@ def relative(requires_grad=False):
     return mods.Score(lambda s, b, h, q, kv: s + table[h, q - kv + LENGTH - 1])
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", sample([80, 90], lambda arch: arch == 90))
 def test_gathers_and_their_gradients(arch):
     """A table is read where it lies, and its gradient added up by atomics; the products stay on tensor cores."""
     for kernel in ("triton_forward", "triton_backward"):
@@ -284,7 +297,7 @@ def check_fits(kernel, call, arch):
         assert compiled(step, arch).shared_bytes <= device.smem_bytes, name
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), WIDEST)
+@pytest.mark.parametrize(("dim", "dim_v"), sample(WIDEST, [(344, 344), (64, 512), (512, 128)].__contains__))
 def test_wide_heads_fit_shared_memory(dim, dim_v):
     """With keys that fill no tile, for which weights change hands in shared memory."""
     check_fits("triton_forward", call_of(dim, dim_v=dim_v, length=1000), 90)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from samples import sample
 from sartor import kernels, mods
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Operands, Plan, Saved
@@ -54,7 +55,9 @@ def flat(value):
     return [x for part in value for x in flat(part)] if isinstance(value, tuple) else [value]
 
 
-@pytest.mark.parametrize(("name", "dtype", "options"), CASES, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"), sample(CASES, lambda case: torch.bfloat16 in case), ids=lambda x: str(x)[:30]
+)
 def test_frames(name, dtype, options):
     """Each parameter in the PTX has its value in the frame, pointers those of the call: numbers by their own type."""
     for step in steps_of(name, dtype, options):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from samples import sample
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Operands, Plan, Saved
@@ -43,7 +44,9 @@ def sound(config, spills=0):
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize("dim", [64, 72, 80, 96, 112, 128, 136, 160, 176, 192, 224, 256])
+@pytest.mark.parametrize(
+    "dim", sample([64, 72, 80, 96, 112, 128, 136, 160, 176, 192, 224, 256], lambda dim: dim in (80, 128, 256))
+)
 def test_kernels(dim, options):
     configs = Config.all(problem(dim, deterministic=True, **options))
     keys = [("dk", "dv")] if dim <= 128 else [("dk",), ("dv",)]  # what registers hold
@@ -53,7 +56,7 @@ def test_kernels(dim, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("options", sample(MASKS, lambda options: "causal" in options), ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_one_sweep(dim, options, dtype):
     (config,) = Config.all(problem(dim, dtype=dtype, **options))
@@ -62,7 +65,7 @@ def test_one_sweep(dim, options, dtype):
 
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", [64, 96, 128, 160, 256])
+@pytest.mark.parametrize("dim", sample([64, 96, 128, 160, 256], lambda dim: dim in (64, 128)))
 def test_changed_scores(dim, deterministic, options):
     """No spills where the derivative is 1; else a few words, and more where one sweep holds 64 scores a thread."""
     options = options | {"deterministic": deterministic}
@@ -95,7 +98,11 @@ def sass_of(config):
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, ".F32"), (torch.bfloat16, ".F32.BF16")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    sample([(torch.float16, ".F32"), (torch.bfloat16, ".F32.BF16")], lambda case: case[0] == torch.bfloat16),
+    ids=str,
+)
 def test_products(dtype, name):
     """A step for 16 columns of the scores and of dp, which dv alone is without; one for 16 rows of each gradient."""
     for dim in (128, 256):

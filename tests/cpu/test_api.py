@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
+import re
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,14 +21,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import dialects
 import sartor
 from sartor import kernels, mods, nvrtc, ops, problem, testing
-from sartor.device import ARCHITECTURES, CPU
+from sartor import plan as planning
+from sartor.compat import flash_attn_3
+from sartor.device import ARCHITECTURES, CPU, Device
 from sartor.errors import Unsupported
 from sartor.kernels import blocked, spans
 from sartor.kernels.blocked import BACKWARD_SPEC
 from sartor.kernels.spec import Saved
 from sartor.kernels.triton import backward as triton_backward
 from sartor.kernels.triton import launch
-from sartor.mods import core
+from sartor.mods import core, program
 from sartor.mods.tracing import resolve
 from sartor.problem import FARTHEST, Call, Problem, is_copied
 
@@ -179,12 +184,98 @@ def test_explain_takes_what_attention_takes():
     assert sartor.explain(q, k, v, **options).plan is not None
 
 
+@pytest.mark.parametrize("call", [sartor.attention, sartor.explain])
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("is_causal", "causal"), ("scale", "softmax_scale"), ("attn_mask", r"mask \(bool, .* or bias \(float"),
+        ("dropout_p", "to leave it out"), ("sliding_window", "window"), ("score_mod", "score"), ("casual", "causal"),
+    ],
+)  # fmt: skip
+def test_keywords_of_other_libraries_are_told_their_name_here(call, given, meant):
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{given}': did you mean {meant}"):
+        call(q, k, v, **{given: None})
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zz': expected q, k, v, layout, causal"):
+        call(q, k, v, zz=1)
+
+
+def test_a_type_error_from_within_is_left_alone():
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
+        sartor.attention(q, k)
+    with pytest.raises(TypeError, match="return_lse must be a bool"):
+        sartor.attention(q, k, v, return_lse=1)
+
+
+def test_tf32_on_a_cpu_is_told_to_change_nothing():
+    q, k, v = inputs()
+    assert any("tf32' changes nothing on a CPU" in note for note in sartor.explain(q, k, v, precision="tf32").notes)
+    assert not sartor.explain(q, k, v).notes or "tf32" not in str(sartor.explain(q, k, v).notes)
+
+
+def test_a_plan_for_a_cpu_speaks_of_a_cpu():
+    """Of its tiles, not of warps; and of what is missing, a GPU."""
+    q, k, v = inputs()
+    told = str(sartor.explain(q, k, v, kernel="blocked"))
+    assert re.search(r"blocked\[\d+x\d+\] ", told)
+    assert "queries x" in told
+    assert "warps" not in told
+    told = str(sartor.explain(q.half(), k.half(), v.half(), kernel="hopper"))
+    assert "needs an NVIDIA GPU of compute capability 9.0, this is a CPU" in told
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A Hopper GPU, to plans, without the run-time compiler."""
+    planned = planning.choose, planning.choose_backward
+    for choose in planned:
+        choose.cache_clear()
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: ARCHITECTURES[90]))
+    monkeypatch.setattr(nvrtc, "missing", lambda: "needs NVRTC, which is not here: pip install it")
+    ops._warn_once.cache_clear()
+    yield
+    ops._warn_once.cache_clear()
+    for choose in planned:
+        choose.cache_clear()
+
+
+def test_a_hopper_gpu_without_the_compiler_warns_once(hopper):
+    """Where that is all that the faster kernel lacks, and where no kernel was asked for by name."""
+    call = [torch.empty(1, n, 2, 64, dtype=torch.bfloat16) for n in (96, 96, 96)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.prepare(Call(*call, kernel="triton"))
+        ops.prepare(Call(*(t.double() for t in call)))
+    with pytest.warns(UserWarning, match="NVIDIA H200 a slower kernel runs .* pip install it"):
+        ops.prepare(Call(*call))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.prepare(Call(*call, causal=True))
+
+
 @pytest.mark.parametrize("window", [[3, 1], (np.int64(3), np.int32(1))])
 def test_windows_of_other_types(window):
     """attention and explain take a list, and integers of other libraries."""
     q, k, v = inputs()
     assert torch.equal(sartor.attention(q, k, v, window=window), sartor.attention(q, k, v, window=(3, 1)))
     assert sartor.explain(q, k, v, window=window).problem == sartor.explain(q, k, v, window=(3, 1)).problem
+
+
+PUBLIC = [
+    f"{module.__name__}.{name}"
+    for module, names in ((sartor, sartor.__all__), (mods, mods.__all__), (flash_attn_3, vars(flash_attn_3)))
+    for name in names
+    if inspect.isfunction(found := getattr(module, name)) and not name.startswith("_") and name in found.__name__
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings_say_what_every_argument_is(name):
+    module, _, function = name.rpartition(".")
+    found = getattr(importlib.import_module(module), function)
+    words = set(re.findall(r"\w+", found.__doc__))
+    assert set(inspect.signature(found).parameters) - {"options"} <= words
 
 
 def test_registry():
@@ -343,7 +434,7 @@ def test_a_repeated_call_traces_nothing(name, monkeypatch):
         raise AssertionError("a mod was traced again")
 
     monkeypatch.setattr(core, "trace", trace)
-    monkeypatch.setattr(core.Program, "of", trace)
+    monkeypatch.setattr(program.Program, "of", trace)
     again = replace(call, q=q.clone(), bias=None if call.bias is None else call.bias.clone())
     assert ops.prepare(again) is first
     assert len(first.operands(again).aux) == len(first.template)

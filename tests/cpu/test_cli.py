@@ -4,6 +4,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,21 @@ import sartor
 from sartor import cache, nvrtc
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Plan
+from sartor.kernels.triton import launch
+from sartor.lab.cli import flags, ladder
 from sartor.lab.cli.app import app
 from sartor.lab.cli.flags import results_folder
-from sartor.lab.measure import roofline
+from sartor.lab.ladder import catalogue
+from sartor.lab.measure import adhoc, doctor, records, roofline
 from sartor.lab.measure.adhoc import number, pair
-from sartor.lab.workloads.workload import Workload
+from sartor.lab.measure.bench import Session
+from sartor.lab.measure.records import Record
+from sartor.lab.show import rungs, views
+from sartor.lab.show.table import Table
+from sartor.lab.workloads.workload import Workload, dtype_name
 from sartor.tuning import table
+
+CPU = torch.device("cpu")
 
 
 def invoke(*args: str, code: int = 0) -> str:
@@ -60,7 +70,7 @@ def test_version() -> None:
         (("bench", "--dim", "16", "--providers", "sartor:foo"), "got 'sartor:foo'"),
         (("explain", "--seqlen", "64/256", "--mask", "document5"), "got 64 and 256"),
         (("refresh", "--list", "--device", "cpu"), "got 'cpu'"),
-        (("plot", "masks", "--record"), "suite masks asks for no plot"),
+        (("plot", "gqa", "--record"), "suite gqa asks for no plot"),
         (("ladder", "show", "16", "--sass", "--arch", "95"), "got 95"),
         (("report", "nowhere.md"), "nowhere.md"),
         (("tune", "--dims", "a"), "--dims must be a positive number"),
@@ -136,6 +146,31 @@ def test_explain_never_predicts_less_than_the_ceilings_allow(
     assert all(ms >= floor for ms in predicted)
 
 
+def test_explain_ends_with_1_where_nothing_would_run() -> None:
+    output = invoke("explain", "--device", "cpu", "--kernel", "hopper", code=1)
+    assert "needs an NVIDIA GPU of compute capability 9.0, this is a CPU" in output
+
+
+@pytest.mark.parametrize("short", ["bf16", "fp16", "fp32"])
+def test_dtypes_have_short_names(short: str) -> None:
+    """Wherever one is given, and no others."""
+    assert f"{dtype_name(short)} on cpu" in invoke("explain", "--device", "cpu", "--dtype", short)
+    assert adhoc.suite("", False, CPU, 0, {"dtype": short}).cases[0][0].dtype == dtype_name(short)
+    rung = catalogue.find("13")
+    assert catalogue.workload(rung, (1, 1, 64), 0, short).dtype == dtype_name(short)
+    assert "needs an NVIDIA GPU" in invoke("tune", "--dtypes", short, code=2)
+
+
+@pytest.mark.skipif(not launch.available(), reason="compiles what Triton would launch")
+def test_explain_lists_the_launches() -> None:
+    flags = ("--device", "sm80", "--kernel", "triton", "--seqlen", "256", "--dim", "32", "--dtype", "fp16")
+    output = invoke("explain", *flags, "--launches")
+    rows = [line.split() for line in output.splitlines() if line.strip().startswith(("fwd", "bwd"))]
+    assert [row[:2] for row in rows] == [["fwd", "forward"], ["bwd", "prepare"], ["bwd", "dkdv"], ["bwd", "dq"]]
+    assert all(row[2:7:2][0].isdigit() and int(row[7]) % 32 == 0 for row in rows)
+    assert "launches: none" in invoke("explain", "--device", "cpu", "--launches")
+
+
 @pytest.mark.parametrize("device", [("--device", "cpu"), ()])
 def test_explain_on_a_cpu_says_what_a_call_there_runs(device: tuple[str, ...]) -> None:
     if not device and torch.cuda.is_available():
@@ -152,13 +187,122 @@ def test_bench_lists_its_suites() -> None:
 
 
 def test_bench_writes_records_and_prints_the_command_again(tmp_path: Path) -> None:
-    flags = ["--dim", "16,24", "--seqlen", "64", "--heads", "2", "--batch", "1", "--causal", "both", "--rounds", "1"]
+    flags = [
+        "--dim",
+        "16,24",
+        "--seqlen",
+        "16,32,64",
+        "--heads",
+        "2",
+        "--batch",
+        "1",
+        "--causal",
+        "both",
+        "--rounds",
+        "1",
+    ]
     output = invoke("bench", *flags, "--device", "cpu", "--providers", "sartor,sdpa", "--out", str(tmp_path))
-    assert "vs sdpa" in output
-    assert len((tmp_path / "cpu" / "adhoc.jsonl").read_text().splitlines()) == 2 + 4 * 2
-    drawn = tmp_path / "cpu" / "adhoc-fwd-float32.png"
-    assert drawn.is_file()
-    assert invoke("plot", "adhoc", "--out", str(tmp_path)).split() == [str(drawn)]
+    assert "vs PyTorch" in output
+    assert len((tmp_path / "cpu" / "adhoc.jsonl").read_text().splitlines()) == 2 + 12 * 2
+    drawn = invoke("plot", "adhoc", "--out", str(tmp_path)).split()
+    assert str(tmp_path / "cpu" / "adhoc-rates.png") in drawn
+    assert all(Path(file).is_file() for file in drawn)
+
+
+AD_HOC = ("bench", "--dim", "16", "--seqlen", "64", "--heads", "2", "--batch", "1", "--causal", "both", "--rounds", "1",
+          "--device", "cpu", "--providers", "sartor,sdpa")  # fmt: skip
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at the second workload."""
+    measured, calls = Session.measure_one, []
+
+    def measure_one(*args: Any) -> list[Record]:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measured(*args)
+
+    monkeypatch.setattr(Session, "measure_one", measure_one)
+
+
+def test_ctrl_c_keeps_what_was_measured_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(monkeypatch)
+    output = invoke(*AD_HOC, "--out", str(tmp_path), code=130)
+    assert "interrupted: 1 of 2 workloads are measured" in output
+    file = tmp_path / "cpu" / "adhoc.jsonl"
+    assert f"wrote {file}, {file.with_suffix('.csv')}" in output
+    assert [r.mask for r in records.read(file) if r.ms] == ["full", "full"]
+
+
+def test_ctrl_c_leaves_the_committed_records_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a part would stand for those of the whole."""
+    committed, out = tmp_path / "committed", tmp_path / "out"
+    monkeypatch.setattr(flags, "results_folder", lambda: committed)
+    invoke(*AD_HOC, "--record", "--no-plot")
+    before = (committed / "cpu" / "adhoc.jsonl").read_text()
+    interrupt(monkeypatch)
+    assert str(out / "cpu" / "adhoc.jsonl") in invoke(*AD_HOC, "--record", "--out", str(out), code=130)
+    assert (committed / "cpu" / "adhoc.jsonl").read_text() == before
+    assert [r.mask for r in records.read(out / "cpu" / "adhoc.jsonl") if r.ms] == ["full", "full"]
+
+
+def test_ctrl_c_elsewhere_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def examine() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert "interrupted" in invoke("doctor", code=130)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [AD_HOC, ("plot", "adhoc"), ("profile", "4"), ("tune",), ("ladder", "--device", "cuda")],
+    ids=lambda command: command[0],
+)
+def test_a_folder_that_cannot_be_written_is_named_with_its_flag(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is measured."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(records, "newest", lambda results, *rest: results / "cpu" / "adhoc.jsonl")
+    if command[0] == "ladder":
+        monkeypatch.setattr(ladder, "device_of", lambda name: torch.device("cuda"))
+        monkeypatch.setattr(records, "environment", lambda device: {"device": "cuda"})
+    end = "/sm.jsonl" if command[0] == "tune" else ""
+    output = invoke(*command, "--out", f"{tmp_path}/file/x{end}", code=2)
+    assert output.startswith("error: --out must be a folder that can be written, got")
+    assert "Not a directory" in output
+
+
+def test_doctor_prints_brackets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = "pip install 'sartor[gpu]' \"cuda-core[cu13]\", " + "and a word " * 20
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("NVRTC", advice, False)])
+    assert invoke("doctor", code=1) == f"no NVRTC: {advice}\n"
+
+
+def test_the_ladder_says_once_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **rest: Any) -> Any:
+        raise nvrtc.CompileError("needs NVRTC, which is not here")
+
+    monkeypatch.setattr(nvrtc, "compile", refuse)
+    made = rungs.resources(tuple(r for r in catalogue.load() if r.is_cuda))
+    assert made.rows == []
+    numbers = ", ".join(r.number for r in catalogue.load() if r.is_cuda)
+    assert made.notes == [f"rung {numbers}: needs NVRTC, which is not here"]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_log_has_no_width(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sentences and rows stay whole there, whatever COLUMNS says; titles and notes do beside a narrow table."""
+    monkeypatch.setenv("COLUMNS", "60")
+    made = Table("a title " * 30, ["x" * 40] * 5 if wide else ["x"], [], ["a note " * 40])
+    with (console := views.console()).capture() as said:
+        console.print(made.rich())
+    lines = [line.strip() for line in said.get().splitlines() if line.strip()]
+    assert lines[0] == made.title.strip()
+    assert lines[-1] == made.notes[0].strip()
+    assert lines[1].split() == made.headers
 
 
 def test_plot_draws_the_newest_records_of_a_suite(tmp_path: Path) -> None:

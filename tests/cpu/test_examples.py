@@ -6,6 +6,8 @@ import ast
 import importlib.util
 import re
 import runpy
+import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -42,6 +44,13 @@ def test_there_are_some():
     assert FILES
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    """No arguments, and files go where they are taken away."""
+    monkeypatch.setattr(sys, "argv", ["example"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 def test_example(file):
     missing = [name for name in libraries(file) if importlib.util.find_spec(name) is None]
@@ -58,15 +67,23 @@ def test_example(file):
     assert torch.get_default_dtype() is dtype
 
 
-PAGES = sorted((Path(__file__).parents[2] / "docs" / "how-to").glob("*.md"))
-RUN = ("transformers", "pytorch", "diffusers", "flash-attn")
+def test_the_gallery_is_a_picture_where_it_is_wanted(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = next(f for f in FILES if f.stem == "gallery")
+    monkeypatch.setattr(sys, "argv", [str(file), str(tmp_path / "wanted.png")])
+    runpy.run_path(str(file), run_name="__main__")
+    assert (tmp_path / "wanted.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.stem in RUN], ids=lambda p: p.stem)
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS.parent / "README.md", DOCS / "index.md", *sorted((DOCS / "how-to").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_the_code_of_a_page_runs(page, tmp_path):
     """Its blocks one after another, as a reader would type them."""
     file = tmp_path / "page.py"
-    file.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)))
+    file.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)))
     missing = [n for n in libraries(file) if n not in STANDINS and importlib.util.find_spec(n) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")

@@ -15,7 +15,7 @@ import torch
 import dialects
 from sartor import mods
 from sartor.kernels.cuda import expressions
-from sartor.mods.core import Program
+from sartor.mods.program import Program
 from sartor.problem import Call, Problem
 
 

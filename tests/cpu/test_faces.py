@@ -201,8 +201,8 @@ def test_packed_sequences_are_those_one_by_one(options):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"cu_seqlens_k": ENDS[1].float()}, "cu_seqlens_k must be integers .*float32"),
-    ({"cu_seqlens_q": ENDS[0][None]}, r"cu_seqlens_q must be integers .*\(1, 6\)"),
+    ({"cu_seqlens_k": ENDS[1].float()}, "cu_seqlens_k must hold integers, got dtype torch.float32"),
+    ({"cu_seqlens_q": ENDS[0][None]}, r"cu_seqlens_q must have shape \(sequences \+ 1,\), got 2 dims: \(1, 6\)"),
     ({"cu_seqlens_q": ENDS[0].tolist()}, "cu_seqlens_q must be a torch.Tensor, got list"),
     ({"cu_seqlens_q": ENDS[0][:0]}, "cu_seqlens_q must have one element more .*got 0"),
     ({"cu_seqlens_k": ENDS[1][:3]}, "cu_seqlens_k must have .*got 3 and 6"),

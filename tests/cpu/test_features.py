@@ -10,7 +10,7 @@ import torch
 import sartor
 from sartor import features, kernels, mods, plan
 from sartor.device import ARCHITECTURES, CPU
-from sartor.mods.core import Program
+from sartor.mods.program import Program
 from sartor.problem import Call, Problem
 
 NAMES = (*kernels.FORWARD, *kernels.BACKWARD)

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import flex_mods
 from sartor import mods, testing
 from sartor.integrations import flex
-from sartor.mods.core import Program
+from sartor.mods.program import Program
 
 BATCH, HEADS, LENGTH, DIM = 2, 4, 72, 16
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import sartor
+from samples import sample
 from sartor import testing
 from sartor.kernels.triton import launch
 
@@ -24,9 +25,9 @@ small_tiles = shared.small_tiles
 inputs, verify_as = shared.inputs, testing.verify
 
 FEATURES = (
-    "case_features", "case_dim_v", "case_gqa", "case_bias", "case_no_key_at_all", "case_scale", "case_spoilt",
-    "case_dead_keys_of_any_value", "case_strides_after_strides", "case_bits", "case_nothing",
-    "case_whole_tiles_as_planned", "case_what_a_score_reads_is_trained",
+    "case_features", "case_spoilt", "case_bias", "case_strides_after_strides", "case_what_a_score_reads_is_trained",
+    "case_dim_v", "case_gqa", "case_no_key_at_all", "case_scale", "case_dead_keys_of_any_value", "case_bits",
+    "case_nothing", "case_whole_tiles_as_planned",
 )  # fmt: skip
 INTERPRETED = pytest.mark.skipif(
     shared.INSIDE or not launch.available(), reason="runs the cases in other processes, with Triton"
@@ -34,15 +35,16 @@ INTERPRETED = pytest.mark.skipif(
 
 
 @INTERPRETED
-@pytest.mark.parametrize("part", range(2))
-def test_features(part):
+@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(2, 2))
+def test_features(part, parts, marks):
     names = [f"{shared.__file__}::{name}" for name in FEATURES]
-    shared.run_cases(names[part::2], SARTOR_TEST_KERNEL="fp32")
+    shared.run_cases(names[part::parts], marks, SARTOR_TEST_KERNEL="fp32")
 
 
 @INTERPRETED
-def test_pairs():
-    shared.run_cases([f"{__file__}::{name}" for name in globals() if name.startswith("case_")])
+@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(1, 1))
+def test_pairs(part, parts, marks):
+    shared.run_cases([f"{__file__}::{name}" for name in globals() if name.startswith("case_")][part::parts], marks)
 
 
 def results(q, k, v, dout, kernel="fp32", **options):
@@ -68,16 +70,16 @@ def marks(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("dim", [1, 8, 17, 40, 80, 128, 256])
+@pytest.mark.parametrize("dim", sample([1, 8, 17, 40, 80, 128, 256], lambda dim: dim in (8, 80)))
 def case_dims(dim):
     verify_as(*inputs(sq=33, skv=49, d=dim), kernel="fp32", causal=True)
 
 
-def case_healthy_data_is_not_computed_twice(monkeypatch):
+@pytest.mark.parametrize("scale", sample([1.0, 8.0], lambda scale: scale == 8.0))
+def case_healthy_data_is_not_computed_twice(scale, monkeypatch):
     found = marks(monkeypatch)
     q, k, v = inputs(sq=200, skv=300, d=32)
-    for scale in (1.0, 8.0):
-        results(q * scale, k * scale, v, testing.make_like(q))
+    results(q * scale, k * scale, v, testing.make_like(q))
     assert found
     assert not any(count for _, count in found)
 
@@ -125,8 +127,8 @@ HARD = {
 }
 
 
-@pytest.mark.parametrize("case", HARD)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", sample(HARD, ["one_in_q", "columns_of_v", "huge"].__contains__))
+@pytest.mark.parametrize("causal", sample([False, True], lambda causal: causal))
 def case_hard_data(case, causal):
     """As accurate as PyTorch's float32, column by column: a small one does not hide behind a large one."""
     q, k, v = inputs(hq=1, sq=150, skv=150)

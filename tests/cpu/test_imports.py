@@ -26,13 +26,13 @@ MAY = {
     "driver": set(),
     "nvrtc": {"cache", "driver"},
     "tuning": {"kernels", "device", "problem"},
-    "plan": {"features", "kernels", "tuning", "problem", "device", "errors"},
+    "plan": {"features", "kernels", "nvrtc", "tuning", "problem", "device", "errors"},
     "ops": {"plan", "kernels", "problem", "device", "mods"},
     "api": {"checks", "ops", "plan", "problem", "device", "mods"},
     "testing": {"api", "kernels", "problem", "mods"},
     "compat": {"api", "checks", "mods", "lengths"},
     "distributed": {"api", "cache", "checks", "compat", "kernels", "mods", "ops", "plan", "problem"},
-    "integrations": {"api", "checks", "compat", "mods", "ops", "problem"},
+    "integrations": {"api", "checks", "compat", "distributed", "mods", "ops", "problem"},
     "nn": {"api", "mods"},
 }
 
@@ -111,6 +111,57 @@ def test_no_circle_in_the_lab():
         left = {module: needs for module, needs in left.items() if module not in ready}
 
 
+def run(code):
+    """What a fresh process prints."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("command", ["", "bench", "explain", "ladder run"])
+def test_help_does_not_wait_for_torch(command):
+    given = ["sartor", *command.split(), "--help"]
+    code = f"""
+import sys
+from sartor.cli import main
+sys.argv = {given}
+try:
+    main()
+except SystemExit as done:
+    print("exit code", done.code, [m for m in ("torch", "numpy", "matplotlib") if m in sys.modules])
+"""
+    said = run(code)
+    assert "Usage: sartor" in said
+    assert "exit code 0 []" in said
+
+
+def test_the_package_is_a_command():
+    done = subprocess.run([sys.executable, "-m", "sartor", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"sartor {sartor.__version__}\n"
+
+
+def test_names_are_imported_when_they_are_used():
+    """All that are public, the modules, by `from sartor import *` too; and what is not there is said to be missing."""
+    said = run("import sys, sartor; print('torch' in sys.modules, set(sartor.__all__) <= set(dir(sartor)))")
+    assert said == "False True\n"
+    said = run("""
+import sartor, pickle
+assert sartor.device.ARCHITECTURES and sartor.mods.causal()
+assert pickle.loads(pickle.dumps(sartor.attention)) is sartor.api.attention
+from sartor import *
+print(all(globals()[name] is getattr(sartor, name) for name in sartor.__all__), hasattr(sartor, "nothing"))
+""")
+    assert said == "True False\n"
+
+
+def test_a_graph_may_be_the_first_to_use_a_name():
+    said = run("""
+import torch, sartor
+graph = torch.compile(lambda q: sartor.attention(q, q, q, causal=True), fullgraph=True, backend="aot_eager")
+q = torch.randn(1, 5, 2, 8)
+print("attention" in vars(sartor), torch.equal(graph(q), sartor.attention(q, q, q, causal=True)))
+""")
+    assert said == "False True\n"
+
+
 def test_import_is_light():
     """Nothing but torch; its FLOP counter, for which we register formulas, may bring Triton along."""
     heavy = (
@@ -123,10 +174,10 @@ def test_import_is_light():
         "sartor.testing",
         "sartor.distributed",
     )
-    code = f"import sys, sartor; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, sartor; sartor.attention; sartor.mods; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     light = subprocess.run(
-        [sys.executable, "-c", code.replace("sartor;", "torch.utils.flop_counter;")],
+        [sys.executable, "-c", code.replace("sartor; sartor.attention; sartor.mods;", "torch.utils.flop_counter;")],
         capture_output=True,
         text=True,
         check=True,

@@ -3,9 +3,11 @@
 import csv
 import itertools
 import json
+import os
 from collections import Counter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from sartor.device import ARCHITECTURES
 from sartor.lab.evidence.evidence import Evidence
 from sartor.lab.ladder import catalogue as ladder
-from sartor.lab.measure import ablation, accuracy, fresh, providers, records, roofline, timing
+from sartor.lab.measure import ablation, accuracy, contention, fresh, providers, records, roofline, timing
 from sartor.lab.measure.accuracy import Judge
 from sartor.lab.measure.bench import Session
 from sartor.lab.measure.fingerprint import key as case
@@ -85,7 +87,47 @@ def test_a_run_becomes_records_csv_and_tables(tmp_path: Path, fast_ceilings: Non
     assert by_name["ceiling-copy", CEILINGS].gbps == 10.0
     text = tables.speed([r for r in found if r.mode == "bwd"], "sdpa").markdown()
     assert "| - |" in text
-    assert "sdpa-flash: needs an NVIDIA GPU" in text
+    assert "PyTorch SDPA (FlashAttention-2): needs an NVIDIA GPU" in text
+
+
+def stat(monkeypatch: pytest.MonkeyPatch, file: Path, *busy: float) -> None:
+    """Every CPU is busy for so many seconds more from reading to reading, which lie a second apart."""
+    total = itertools.accumulate(busy, initial=0.0)
+    seconds = itertools.count()
+
+    def read(path: Path) -> str:
+        ticks = round(next(total) * os.sysconf("SC_CLK_TCK"))
+        return "\n".join(["cpu"] + [f"cpu{i} {ticks} 0 0 7 0 0 0 0 0 0" for i in range(os.cpu_count() or 1)])
+
+    monkeypatch.setattr(contention, "STAT", SimpleNamespace(read_text=lambda: read(file)))
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), process_time=lambda: 0.0)
+    monkeypatch.setattr(contention, "time", clock)
+
+
+@pytest.mark.parametrize(("busy", "share"), [(0.0, 0.0), (0.3, 0.3), (1.0, 1.0)])
+def test_what_others_take_of_the_cpus_is_told(busy: float, share: float, monkeypatch, tmp_path: Path) -> None:
+    cpus = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cpus)
+    stat(monkeypatch, tmp_path, busy)
+    assert contention.Contention.watch(CPU).share() == pytest.approx(share)
+    monkeypatch.setattr(contention, "STAT", tmp_path / "nothing")
+    assert contention.Contention.watch(CPU).share() is None
+
+
+def test_times_of_a_busy_machine_are_marked(fast_ceilings: None, tmp_path: Path, monkeypatch) -> None:
+    """In the record, in the table, and by a sentence; and so are samples that lie far apart."""
+    monkeypatch.setattr(contention.Contention, "share", lambda self: 0.4)
+    found = [r for r in measured(suite(SMALL), tmp_path) if r.mode == "fwd"]
+    assert {r.contention for r in found if r.ms} == {0.4}
+    text = tables.speed(found, "sdpa").markdown()
+    assert text.count("~") == 4  # three times and the note
+    assert "ms and GFLOP/s" in text
+    assert f"{found[0].tflops * 1e3:.3g}"[:3] in text
+    assert "3 of 3 times are marked ~, as other processes took up to 40 %" in contention.verdict(found)
+    quiet = [replace(r, contention=0.0, ms_p20=1.0, ms_p80=1.1) for r in found]
+    assert "~" not in tables.speed(quiet, "sdpa").markdown()
+    assert contention.verdict(quiet) == ""
+    assert "samples lie far apart" in contention.verdict([replace(r, ms_p80=2.0) for r in quiet])
 
 
 def test_ratios_are_of_whom_the_suite_says(tmp_path: Path, fast_ceilings: None) -> None:
@@ -93,7 +135,7 @@ def test_ratios_are_of_whom_the_suite_says(tmp_path: Path, fast_ceilings: None) 
     ms = {r.provider: r.ms for r in found}
     text = tables.speed(found, "sdpa", ours="sartor:blocked").markdown()
     assert f"{ms['sdpa'] / ms['sartor:blocked']:.2f}x" in text.splitlines()[-3]
-    assert "how many times as fast sartor:blocked is" in text
+    assert "how many times as fast Sartor (blocked) is" in text
 
 
 def test_replacing_keeps_only_the_last_run_of_a_mode(tmp_path: Path, fast_ceilings: None) -> None:
@@ -172,7 +214,7 @@ def test_first_calls_are_those_of_fresh_processes(
     monkeypatch.setattr(fresh, "_process", lambda given, caches: seen.append(caches) or process(given, caches))
     first = replace(suite(replace(SMALL, mode="bwd"), who=("sartor", "sdpa-flash")), fresh=True)
     session = Session(Run.start(first.name, CPU), CPU)
-    found, _ = views.run(views.console(), first, session, tmp_path, plot=True, record=True)
+    found = views.run(views.console(), first, session, tmp_path, plot=True, record=tmp_path).records
     views.show(views.console(), found, first, session)
     assert "first call in seconds" in capsys.readouterr().out
     ours, flash = records.read(tmp_path / "cpu" / "tiny.jsonl")
@@ -209,7 +251,7 @@ def test_first_calls_are_told_cold_and_from_disk(tmp_path: Path) -> None:
     assert "| fwd | 2.35 / 0.0456 | - |" in text
     assert "| bwd | 2.35 / 0.0456 | - |" in text
     assert "import sartor, beyond torch: 0.162 s, at most 0.200 s." in text
-    assert "flex: no" in text
+    assert "FlexAttention: no" in text
     assert "None" not in tables.speed(found, "sdpa").markdown(), "no time, and nothing to excuse"
     found[0].plan = "triton_forward[128x64 w4 s2] grid"
     assert "0.0456 unverified" in tables.first(found, lambda r: r.plan is None).markdown()
@@ -282,7 +324,7 @@ def test_head_dims_table_has_the_ratio_to_every_rival() -> None:
     table = tables.head_dims([record(provider=name, ms=ms) for name, ms in times.items()], "sdpa-cudnn")
     cells = dict(zip(table.headers, table.rows[0], strict=True))
     ratios = [cell for cell in cells.items() if cell[0].startswith("vs")]
-    assert ratios == [("vs sdpa-cudnn", "1.50x"), ("vs sdpa-flash", "2.50x")]
+    assert ratios == [("vs PyTorch SDPA (cuDNN)", "1.50x"), ("vs PyTorch SDPA (FlashAttention-2)", "2.50x")]
 
 
 def test_visited_table_compares_masks_by_the_tiles_they_touch() -> None:
@@ -366,18 +408,6 @@ def test_report_rewrites_between_markers_only(tmp_path: Path) -> None:
         report.rewrite("<!-- sartor:report nonsense -->\n<!-- /sartor:report -->", tmp_path)
 
 
-def test_plots_are_drawn_from_records(tmp_path: Path) -> None:
-    found = [
-        record(provider=name, seqlen_q=n, seqlen_kv=n, mask=mask, ms=n / 100, peak_mem_mib=n / 10, suite="tiny")
-        for name in ("sartor", "sdpa", "sartor:triton") for n in (512, 1024, 2048) for mask in ("full", "causal")
-    ]  # fmt: skip
-    files = views.drawn(found, tmp_path, ("latency", "memory", "head_dims", "grid"))
-    assert [f.name for f in files] == [
-        "tiny-latency.png", "tiny-memory.png", "tiny-tflops.png", "tiny-fwd-float32.png"
-    ]  # fmt: skip
-    assert all(f.read_bytes().startswith(b"\x89PNG") for f in files)
-
-
 def test_every_commit_of_a_table_is_named() -> None:
     rows = [record(), record(), record()]
     for r, commit, dirty in zip(rows, ("a" * 40, "b" * 40, "a" * 40), (False, True, False), strict=True):
@@ -391,4 +421,4 @@ def test_a_rung_of_other_sources_is_called_unverified() -> None:
     assert climb.outdated(rows, Evidence().covers) == []
     rows[1].fingerprint = "0" * 16
     (said,) = climb.outdated([*rows, record()], Evidence().covers)
-    assert said.endswith(": rung:02.")
+    assert said.endswith(": rung 02.")

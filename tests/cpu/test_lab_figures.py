@@ -81,10 +81,17 @@ def test_the_arithmetic_of_a_speed_table() -> None:
         for n, row in enumerate(times, 1) for name, ms in row.items()
     ]  # fmt: skip
     table = tables.speed(rows, "sdpa")
-    assert table.headers[-6:] == ["sartor", "sartor:triton", "sdpa", "flex", "vs sdpa", "vs best"]
+    assert table.headers[-6:] == [
+        "Sartor",
+        "Sartor (Triton)",
+        "PyTorch SDPA",
+        "FlexAttention",
+        "vs PyTorch SDPA",
+        "vs best",
+    ]
     assert [row[-2:] for row in table.rows] == [["1.50x", "1.50x"], ["2.00x", "0.50x"]]
     assert table.rows[0][1] == "2.00 / 5.00"
-    assert {row: table.headers[column] for row, column in table.best} == {0: "sartor:triton", 1: "flex"}
+    assert {row: table.headers[column] for row, column in table.best} == {0: "Sartor (Triton)", 1: "FlexAttention"}
     assert "ahead on 1 of 2, geometric mean 0.87x, worst 0.50x, best 1.50x." in table.notes[0]
 
 

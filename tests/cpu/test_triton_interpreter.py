@@ -5,6 +5,8 @@ in processes of their own. To run one of them:
 
     TRITON_INTERPRET=1 pytest -o python_functions='case_*' tests/cpu/test_triton_interpreter.py -k gqa
 
+`-m ""` takes those of `make test-all` too.
+
 Most cases run on tiles of 32 by 16, so that a short sequence has empty, partial and full ones. bfloat16 is left to the
 GPU: the interpreter has none.
 """
@@ -21,6 +23,7 @@ import torch
 
 import dialects
 import sartor
+from samples import sample
 from sartor import mods, testing
 from sartor.kernels.spec import Tile
 from sartor.kernels.triton import launch
@@ -28,7 +31,6 @@ from sartor.problem import Call, Problem
 from sartor.tuning import table
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-PARTS = 4
 NAN, INF = math.nan, math.inf
 FP16, FP32 = torch.float16, torch.float32
 KERNEL = os.environ.get("SARTOR_TEST_KERNEL", "triton")  # test_fp32_interpreter.py runs some of the cases as "fp32"
@@ -36,14 +38,20 @@ SMALL = {f"{family}_forward": Tile(32, 16) for family in ("triton", "fp32")}
 SMALL |= {f"{family}_backward": Tile(16, 32, then=Tile(32, 16)) for family in ("triton", "fp32")}
 
 
+def shares(some, others):
+    """Which part of the cases, of how many, by their mark: those of `make test`, and those left to `make test-all`."""
+    every_time, rest = ([(i, n, mark) for i in range(n)] for n, mark in ((some, "not thorough"), (others, "thorough")))
+    return sample(every_time + rest, every_time.__contains__)
+
+
 @pytest.mark.skipif(INSIDE, reason="runs the cases in other processes")
 @pytest.mark.skipif(not launch.available(), reason="needs Triton")
-@pytest.mark.parametrize("part", range(PARTS))
-def test_interpreter(part):
-    run_cases([f"{__file__}::{n}" for n in globals() if n.startswith("case_")][part::PARTS])
+@pytest.mark.parametrize(("part", "parts", "marks"), shares(2, 3))
+def test_interpreter(part, parts, marks):
+    run_cases([f"{__file__}::{n}" for n in globals() if n.startswith("case_")][part::parts], marks)
 
 
-def run_cases(names, **environment):
+def run_cases(names, marks="not thorough", **environment):
     """Run cases in a process in which Triton interprets."""
     command = [
         sys.executable,
@@ -56,6 +64,8 @@ def run_cases(names, **environment):
         "ignore::RuntimeWarning",
         "-o",
         "python_functions=case_*",
+        "-m",
+        marks,
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1"} | environment
     done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True)
@@ -107,7 +117,7 @@ def equal(x, y):
 # ---- shapes
 
 
-@pytest.mark.parametrize("dim", [1, 17, 40, 80, 96, 112])
+@pytest.mark.parametrize("dim", sample([1, 17, 40, 80, 96, 112], lambda dim: dim in (1, 40, 96)))
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 def case_dims(dim, dtype):
     verify(*inputs(sq=33, skv=49, d=dim, dtype=dtype), causal=True, through_lse=dtype == FP32)
@@ -194,12 +204,15 @@ FEATURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FEATURES)
+OFTEN = ("full", "causal", "window", "window_top_left", "mask", "cached", "packed", "user", "softcap", "sinks", "all")
+
+
+@pytest.mark.parametrize("name", sample(FEATURES, OFTEN.__contains__))
 def case_features(name):
     verify(*inputs(), through_lse=True, **FEATURES[name]())
 
 
-@pytest.mark.parametrize("name", dialects.SCORES)
+@pytest.mark.parametrize("name", sample(dialects.SCORES, list(dialects.SCORES)[::4].__contains__))
 def case_scores_of_every_operator(name):
     score = dialects.scores(2, 40, 50)[name]
     verify(*inputs(sq=40, skv=50), causal=True, score=score, through_lse=name not in dialects.OF_PLACES)
@@ -213,7 +226,7 @@ TRAINED = {  # by name: a score of tensors that are trained, in their shapes: re
 }
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", sample(TRAINED, lambda name: name == "relative"))
 def case_what_a_score_reads_is_trained(name):
     make, *shapes = TRAINED[name]
     q, k, v = inputs(b=2, sq=40, skv=50, requires_grad=True)
@@ -259,7 +272,7 @@ def case_bfloat16_is_refused():
         sartor.attention(q, k, v, kernel="triton")
 
 
-@pytest.mark.parametrize("name", dialects.RULES)
+@pytest.mark.parametrize("name", sample(dialects.RULES, list(dialects.RULES)[::4].__contains__))
 def case_a_mask_means_what_it_says_in_python(name):
     mask, want = dialects.make(40, 50)[name]
     q, k, v = inputs(sq=40, skv=50)
@@ -283,7 +296,7 @@ def case_causal_of_other_lengths(sq, skv, causal):
 SHAPES = [(b, h, i, j) for b in (1, 2) for h in (1, 2) for i in (1, 34) for j in (1, 37)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", sample([(shape,) for shape in SHAPES], lambda case: case[0] in SHAPES[::5]))
 def case_bias(shape):
     """dbias is summed along what the bias was broadcast along."""
     options = {"softcap": 3.0, "alibi_slopes": normal(2).abs(), "sinks": normal(2), "causal": True}
@@ -353,8 +366,14 @@ def same_pattern(found, exact):
         assert torch.equal(t == -INF, exact[n] == -INF), n
 
 
-@pytest.mark.parametrize("case", HIDING)
-@pytest.mark.parametrize(("which", "value"), [("q", NAN), ("k", NAN), ("v", NAN), ("v", INF), ("dout", NAN)])
+@pytest.mark.parametrize("case", sample(HIDING, lambda case: case == "causal"))
+@pytest.mark.parametrize(
+    ("which", "value"),
+    sample(
+        [("q", NAN), ("k", NAN), ("v", NAN), ("v", INF), ("dout", NAN)],
+        [("k", NAN), ("v", INF), ("dout", NAN)].__contains__,
+    ),
+)
 def case_spoilt(which, value, case):
     q, k, v = inputs(hq=1)
     dout = testing.make_like(q)
@@ -398,7 +417,9 @@ def case_window_after_window():
     assert not torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("layout", ["swapped", "packed", "step", "last", "transposed", "offset"])
+@pytest.mark.parametrize(
+    "layout", sample(["swapped", "packed", "step", "last", "transposed", "offset"], lambda layout: layout == "packed")
+)
 def case_strides_after_strides(layout):
     """A plan once kept the first strides. The layout of dout is another matter than that of q, k and v."""
     q, k, v = inputs(hq=2, hkv=2, sq=40, skv=40)

@@ -12,7 +12,10 @@ import torch
 import sartor.distributed as context
 from sartor.distributed import machine
 from sartor.distributed.machine import CPU, H200, Machine, file_of, machine_of
+from sartor.lab.measure import context as measured_context
 from sartor.lab.measure import links
+from sartor.lab.measure.records import Run
+from sartor.lab.workloads.workload import Workload
 
 SHORT = links.Plan(("float32", "float64"), (32, 64), 64, 1, 8, 1 << 16)
 
@@ -76,6 +79,28 @@ def test_auto_goes_by_it(world, folder, latency, rate, method):
     made = replace(CPU, near_latency=latency, near=rate, step=1e-9, source="of this test")
     made.write(file_of(torch.device("cpu")))
     assert set(world.run(4, asked, str(folder))) == {(method, "of this test")}
+
+
+def bytes_of(groups, w, method, ranks):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    where = {"group": groups[ranks]}
+    if method == "usp":
+        where = {"mesh": DeviceMesh("cpu", torch.arange(ranks).view(2, ranks // 2))}
+    run = Run("test", "test", {})
+    return [r.counters for r in measured_context.traffic(w, where, method, groups[ranks], run)]
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("method", "ranks"), [("ring", 3), ("allgather", 4), ("ulysses", 2), ("ulysses", 4), ("usp", 4)]
+)
+@pytest.mark.parametrize("mask", ["causal", "window64"])
+def test_ranks_give_what_the_model_says(world, heads, method, ranks, mask):
+    w = Workload(2, *heads, 768, 768, 8, 8, "bfloat16", mask)
+    for answer in world.run(ranks, bytes_of, w, method, ranks):
+        for counters in answer:
+            assert counters["bytes given"] == counters["bytes by the model"] > 0
 
 
 def test_doctor_needs_torchrun(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import cases
 import pytest
 import torch
@@ -29,26 +31,42 @@ def gradients(out, leaves):
     return torch.autograd.grad(out.square().sum(), leaves)
 
 
-def compiled(groups, method, masked):
+def compiled(groups, method, kind, backend="aot_eager"):
+    torch.compiler.reset()  # the same function is compiled again and again
     leaves, group, _ = shards(groups)
     ids = torch.arange(32, dtype=torch.int32)[None] // 11
-    given = {"mask": mods.document(ids) & mods.causal()} if masked else {"causal": True}
+    given = {"mask": mods.document(ids) & mods.causal()} if kind == "documents" else {"causal": True}
+    if kind == "learned":
+        table = torch.linspace(-1, 1, 4 * 64, dtype=torch.float64).view(4, 64).requires_grad_()
+        given["score"] = cases.by_distance(table)
+        leaves.append(table)
 
     def layer(q, k, v):
         out = context.attention(q * 2, k, v, group=group, method=method, layout_of_sequence="zigzag", **given)
         return out * 3
 
-    whole = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    expected, found = layer(*leaves), whole(*leaves)
+    whole = torch.compile(layer, fullgraph=True, backend=backend)
+    expected, found = layer(*leaves[:3]), whole(*leaves[:3])
     torch.testing.assert_close(found, expected, **CLOSE)
     for a, b in zip(gradients(found, leaves), gradients(expected, leaves), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("kind", ["causal", "documents"])
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses", "auto"])
-def test_compiled_without_a_break(world, method, masked):
-    world.run(2, compiled, method, masked)
+def test_compiled_without_a_break(world, method, kind):
+    world.run(2, compiled, method, kind)
+
+
+def test_compiled_with_a_table_that_is_learned(world):
+    world.run(2, compiled, "ring", "learned")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_compiled_by_inductor(world, method):
+    world.run(2, compiled, method, "documents", "inductor")
 
 
 def checkpointed(groups):
@@ -75,18 +93,22 @@ def of_dtensors(groups, layout):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "sequence"))
     heads, sequence = (2, 1) if layout == "bshd" else (1, 2)
     generator = torch.Generator().manual_seed(0)
-    shape = (1, 13, 4, 8) if layout == "bshd" else (1, 4, 13, 8)
+    shape = (2, 13, 4, 8) if layout == "bshd" else (2, 4, 13, 8)
     whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
     expected = sartor.attention(*whole, causal=True, layout=layout, return_lse=True)
-    for first in (Shard(heads), Replicate()):
-        placed = [distribute_tensor(t, mesh, [first, Shard(sequence)]).requires_grad_() for t in whole]
+    for first, second in ((Shard(0), Shard(heads)), (Shard(heads), Shard(sequence)), (Replicate(), Shard(sequence))):
+        placed = [distribute_tensor(t, mesh, [first, second]).requires_grad_() for t in whole]
         found = context.attention(*placed, causal=True, layout=layout, return_lse=True)
         for a, b in zip(found, expected, strict=True):
             assert isinstance(a, DTensor)
             torch.testing.assert_close(a.full_tensor(), b, **CLOSE)
     found[0].to_local().sum().backward()
-    wrong = [distribute_tensor(t, mesh, [Replicate(), Shard(heads)]) for t in whole]
+    wrong = [distribute_tensor(t, mesh, [Replicate(), Shard(3)]) for t in whole]
     with pytest.raises(ValueError, match="must be sharded on the sequence"):
+        context.attention(*wrong, layout=layout)
+    wrong = [distribute_tensor(t, mesh, [Replicate(), Shard(heads)]) for t in whole]
+    wrong[1:] = [distribute_tensor(t.narrow(heads, 0, 1), mesh, [Replicate(), Shard(heads)]) for t in whole[1:]]
+    with pytest.raises(ValueError, match="heads of k and v must be a multiple of the 2 ranks"):
         context.attention(*wrong, layout=layout)
     with pytest.raises(TypeError, match="k must be a DTensor"):
         context.attention(placed[0], whole[1], whole[2], layout=layout)

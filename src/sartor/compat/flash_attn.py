@@ -76,7 +76,17 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_func` on qkv (batch, seqlen, 3, heads, dim)."""
+    """Attention of queries, keys and values in one tensor, with flash-attn 2's signature. They are not copied.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, dim): queries, keys, values, of as many heads.
+        dropout_p: 0; others raise NotImplementedError.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as for
+            `flash_attn_func`.
+
+    Returns:
+        out (batch, seqlen, heads, dim); with return_attn_probs (out, lse, None), lse (batch, heads, seqlen).
+    """
     _check_packed("qkv", qkv, 3)
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
@@ -98,7 +108,18 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_func` on q and kv (batch, seqlen_kv, 2, heads_kv, dim)."""
+    """Attention with keys and values in one tensor, with flash-attn 2's signature. They are not copied.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, dim).
+        kv: (batch, seqlen_kv, 2, heads_kv, dim): keys, values; heads_q is a multiple of heads_kv.
+        dropout_p: 0; others raise NotImplementedError.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as for
+            `flash_attn_func`.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, dim); with return_attn_probs (out, lse, None), lse (batch, heads_q, seqlen_q).
+    """
     _check_packed("kv", kv, 2)
     k, v = kv.unbind(2)
     return flash_attn_func(

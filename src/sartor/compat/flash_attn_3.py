@@ -36,7 +36,19 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """out, or (out, lse) with `return_attn_probs`. qv, the descales and attention_chunk raise NotImplementedError."""
+    """Attention with FlashAttention-3's signature.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, dim).
+        k, v: (batch, seqlen_kv, heads_kv, dim); heads_q is a multiple of heads_kv.
+        softmax_scale, causal, window_size, softcap, deterministic: as flash-attn 2's, in `sartor.flash_attn_func`.
+        return_attn_probs: return (out, lse); lse (batch, heads_q, seqlen_q), natural log.
+        num_splits, pack_gqa, sm_margin: accepted; nothing depends on them.
+        qv, q_descale, k_descale, v_descale, attention_chunk: left out; others raise NotImplementedError.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, dim), or (out, lse).
+    """
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     found = two.flash_attn_func(
         q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs
@@ -69,7 +81,22 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """As `flash_attn_func`, of packed sequences; seqused_q and seqused_k raise NotImplementedError."""
+    """Attention of sequences packed along one axis, with FlashAttention-3's signature.
+
+    Args:
+        q: (total_q, heads_q, dim).
+        k, v: (total_k, heads_kv, dim).
+        cu_seqlens_q: integers (sequences + 1,), where each sequence's queries begin, from 0 on, and the last one's end.
+        cu_seqlens_k: the same for keys.
+        max_seqlen_q, max_seqlen_k, num_splits, pack_gqa, sm_margin: accepted; nothing depends on them.
+        softmax_scale, causal, window_size, softcap, deterministic: as for `flash_attn_func`, sequence by sequence.
+        return_attn_probs: return (out, lse); lse (heads_q, total_q), natural log.
+        seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, attention_chunk: left out; others raise
+            NotImplementedError.
+
+    Returns:
+        out (total_q, heads_q, dim), or (out, lse).
+    """
     _refuse(
         seqused_q=seqused_q, seqused_k=seqused_k, qv=qv, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale, attention_chunk=attention_chunk,
@@ -113,7 +140,23 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Result:
-    """out, or (out, lse). Pages, rotary, packed queries and 8-bit scales raise NotImplementedError."""
+    """Attention to a cache of keys, to which new ones may be added first, with FlashAttention-3's signature.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, dim).
+        k_cache, v_cache: (batch, capacity, heads_kv, dim).
+        k, v: (batch, seqlen_new, heads_kv, dim), written into the caches from place cache_seqlens[b] on; or None.
+        cache_seqlens: an integer, or integers (batch,): places that are filled, before k and v are added. None: all.
+        softmax_scale, causal, window_size, softcap, num_splits: as for `sartor.flash_attn_with_kvcache`.
+        return_softmax_lse: return (out, lse); lse (batch, heads_q, seqlen_q), natural log.
+        rotary_interleaved, max_seqlen_q, scheduler_metadata, pack_gqa, sm_margin: accepted; nothing depends on them.
+        qv, rotary_cos, rotary_sin, rotary_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
+            cu_seqlens_k_new, q_descale, k_descale, v_descale, attention_chunk: left out; others raise
+            NotImplementedError.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, dim), or (out, lse).
+    """
     _refuse(
         qv=qv, page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
         rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,

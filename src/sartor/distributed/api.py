@@ -66,7 +66,8 @@ def attention(
     (causal, window, masks and scores as functions, the tensors they read, ALiBi) means those of the whole sequence.
 
     Args:
-        q, k, v: shards in `layout`; DTensors sharded on the sequence over the group are taken, others refused in words.
+        q, k, v: shards in `layout`; or DTensors, sharded on the sequence over one dim of their mesh at most and on
+            others by batch or heads; others are refused in words.
         mesh: a DeviceMesh of one dim; or of two for `method="usp"`: over the first, keys pass from rank to rank,
             over the second, heads are shared.
         group: a ProcessGroup instead; by default, of a mesh nothing being said, all ranks.
@@ -104,7 +105,7 @@ def attention(
         q, k, v, bias, mask, score, alibi_slopes, sinks, causal, window, softmax_scale, softcap, deterministic,
         out_dtype, kernel, precision, layout,
     ).bshd()  # fmt: skip
-    ranks = ranks_of(mesh, group)
+    ranks = Ranks("", 1, 0, "", 1, 0) if wrap is not None and mesh is group is None else ranks_of(mesh, group)
     queries, keys = shardings_of(layout_of_sequence, ranks.ranks, call)
     name = choose(call, ranks, queries, keys) if method == "auto" else method
     out, lse = _run(call, name, ranks, (queries, keys), seconds(timeout))

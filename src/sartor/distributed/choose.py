@@ -177,7 +177,9 @@ def _passes(queries: Sharding, keys: Sharding, work: Work, machine: Machine, str
         compute = [pairs * flops / rate + (machine.step if pairs else 0) for pairs, _ in blocks]
         wire = work.itemsize + work.wide if backward else work.itemsize
         moved = [
-            machine.transfer(work.key_bytes(sent, wire) * work.repeats(heads) / heads, rank * stride, (rank - t) % ranks * stride)
+            machine.transfer(
+                work.key_bytes(sent, wire) * work.repeats(heads) / heads, rank * stride, (rank - t) % ranks * stride
+            )
             for t, (_, sent) in enumerate(blocks)
         ]
         exposed = sum(max(0.0, x - c) for c, x in zip(compute, moved[1:], strict=False))

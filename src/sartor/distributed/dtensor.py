@@ -1,7 +1,9 @@
-"""DTensors in: sharded on the sequence over the ranks of the call. Out come DTensors sharded alike."""
+"""DTensors in: sharded on the sequence over the ranks of the call, or by batch and heads alone, which needs no other
+rank. Out come DTensors sharded alike."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +27,8 @@ def is_one(t: Any) -> bool:
 def unwrapped(
     q: Any, k: Any, v: Any, mesh: Any, layout_of_sequence: Any, layout: str
 ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Wrap]:
-    """Local q, k, v; the mesh of the sequence; its sharding; and what makes DTensors of out and lse.
+    """Local q, k, v; the mesh of the sequence, None where no rank needs another; its sharding; and what makes DTensors
+    of out and lse.
 
     On other dims of their mesh they may be sharded by batch or heads, or replicated: what is passed beside them (bias,
     sinks, slopes, what masks read) is then that of the local batch items and heads.
@@ -40,11 +43,18 @@ def unwrapped(
     sequence, heads = (1, 2) if layout == "bshd" else (2, 1)
     dims = [i for i, p in enumerate(q.placements) if p.is_shard(sequence)]
     wrong = [p for p in q.placements if p.is_partial() or (p.is_shard() and p.dim % q.dim() not in (0, 1, 2))]
-    if len(dims) != 1 or wrong:
+    if len(dims) > 1 or wrong:
         raise ValueError(
-            f"q, k and v must be sharded on the sequence (dim {sequence}) over one dim of their mesh, and elsewhere by"
-            f" batch or heads or not at all, got placements {q.placements}"
+            f"q, k and v must be sharded on the sequence (dim {sequence}) over at most one dim of their mesh, and"
+            f" elsewhere by batch or heads or not at all, got placements {q.placements}"
         )
+    _check_heads(q, k, heads)
+    wrap = _wrapper(q, v, heads, sequence)
+    if not dims:
+        if mesh is not None:
+            raise ValueError(f"mesh must be None for q sharded on no sequence, got {mesh} and {q.placements}")
+        whole = tuple(Sharding.make("contiguous", t.shape[sequence], 1) for t in (q, k))
+        return q.to_local(), k.to_local(), v.to_local(), None, whole, wrap
     names = q.device_mesh.mesh_dim_names
     own = q.device_mesh[names[dims[0]]] if names and q.device_mesh.ndim > 1 else q.device_mesh
     if own.ndim != 1:
@@ -58,7 +68,16 @@ def unwrapped(
         )
     ranks = own.size()
     shardings = tuple(Sharding.make("contiguous", t.shape[sequence], ranks, pad=False) for t in (q, k))
-    return q.to_local(), k.to_local(), v.to_local(), own, shardings, _wrapper(q, v, heads, sequence)
+    return q.to_local(), k.to_local(), v.to_local(), own, shardings, wrap
+
+
+def _check_heads(q: Any, k: Any, heads: int) -> None:
+    """Raise ValueError where a rank would not have the key heads of its query heads."""
+    ranks = math.prod(q.device_mesh.size(i) for i, p in enumerate(q.placements) if p.is_shard(heads))
+    if q.shape[heads] != k.shape[heads] and k.shape[heads] % ranks:
+        raise ValueError(
+            f"heads of k and v must be a multiple of the {ranks} ranks that they are sharded over, got {k.shape[heads]}"
+        )
 
 
 def _wrapper(q: Any, v: Any, heads: int, sequence: int) -> Wrap:

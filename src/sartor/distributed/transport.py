@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 Tensor = torch.Tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name to 2.12
 
 
 @dataclass
@@ -109,7 +110,7 @@ class Transport:
         for row, part in zip(sent, parts, strict=True):
             row[: part.numel()] = part.reshape(-1)
         total = torch.empty_like(sent[0])
-        self._finish(dist.reduce_scatter_tensor(total, sent.view(-1), group=self.group, async_op=True))
+        self._finish(_reduce_scatter(total, sent.view(-1), group=self.group, async_op=True))
         own = parts[self.rank]
         return total[: own.numel()].view(own.shape).to(own.device)
 

@@ -16,9 +16,10 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from sartor.api import attention
 from sartor.mods.capture import Sizes
-from sartor.mods.core import Mask, Program, Score
+from sartor.mods.core import Mask, Score
 from sartor.mods.expr import maximum, minimum
 from sartor.mods.intervals import BIG, none_full
+from sartor.mods.program import Program
 
 Tensor = torch.Tensor
 ENDS = 1 << 20  # block sizes from which a BlockMask is of one block: the one that stands for none

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -19,6 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sartor.api import attention
 from sartor.integrations.intervals import Band, Place, hull, mask, of_pairs
 from sartor.mods import packed
+
+if TYPE_CHECKING:
+    from sartor.distributed import Sharding
 
 Tensor = torch.Tensor
 NAME = "sartor"
@@ -41,7 +44,8 @@ class LayerMask(BlockMask):
     """What `sartor.attention` is told of a mask; by its type, transformers hands it on as it is.
 
     Attributes:
-        arguments: of `attention`: `causal` and `window`, or `mask`.
+        arguments: of `attention`: `causal` and `window`, or `mask`; and where the sequence lies on several ranks, of
+            `sartor.distributed.attention`.
         shape: (batch, 1, seqlen_q, seqlen_kv), that of the tensor it stands for.
     """
 
@@ -66,7 +70,8 @@ class LayerMask(BlockMask):
         made = self.arguments.get("mask")
         if made is None:
             return self
-        return LayerMask(self._shape, {"mask": made.with_tensors([t.to(device) for t in made.tensors])})
+        moved = {"mask": made.with_tensors([t.to(device) for t in made.tensors])}
+        return LayerMask(self._shape, self.arguments | moved)
 
     def __repr__(self) -> str:
         return f"LayerMask(shape={self._shape}, {self.arguments})"
@@ -102,6 +107,21 @@ def layer_mask(
         if left is band.right is None or place.last_is_last:
             return LayerMask(shape, {"causal": band.right == 0, "window": (left, band.right)})
     return LayerMask(shape, {"mask": mask(band, place, seen, together)})
+
+
+def context_mask(sharding: Sharding, *, causal: bool = True, **options: Any) -> LayerMask:
+    """What a model is given as `attention_mask` where its sequence lies on several ranks.
+
+    Shard `input_ids` by `sartor.distributed.shard` and pass `position_ids` made by `positions`. A model of several
+    kinds of layers takes a dict of them, as {"full_attention": ..., "sliding_attention": ...}.
+
+    Args:
+        sharding: how the sequence lies on ranks.
+        causal, **options: of `sartor.distributed.attention`: `group` or `mesh`, `method`, `window`, `mask`, `timeout`;
+            positions are those of the whole sequence.
+    """
+    shape = (1, 1, max(sharding.sizes), sharding.seqlen)
+    return LayerMask(shape, {"causal": causal, "layout_of_sequence": sharding, **options})
 
 
 def _padding(attention_mask: Tensor | None, place: Place) -> tuple[Tensor | None, bool]:
@@ -274,7 +294,10 @@ def attention_forward(
         arguments = {"causal": "top_left" if is_causal and lengths[0] > 1 else False}
     else:
         arguments, position_bias = _of_tensor(attention_mask, position_bias)
-    out = attention(
+    function: Any = attention
+    if "layout_of_sequence" in arguments:
+        from sartor.distributed import attention as function
+    out = function(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), softmax_scale=scaling,
         softcap=softcap or 0.0, sinks=s_aux, bias=position_bias, **arguments,
     )  # fmt: skip

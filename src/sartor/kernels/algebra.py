@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from sartor.kernels.spec import Operands
-from sartor.mods.core import Rise
 from sartor.mods.expr import evaluate, places
+from sartor.mods.program import Rise
 from sartor.problem import Problem, wide
 
 

@@ -9,12 +9,16 @@ p = exp(s - lse), or p = exp(s - m) / l after one more walk where lse cannot hol
 finfo.min, as in rows that an additive mask hides all keys from. A sink is the state that the walk starts in: m = sink,
 l = 1. The mask's `rows` cut the walk into tiles that are skipped, tiles that need no predicate, and tiles that do.
 Heads that share keys are rows of one product.
+
+Where nothing given is infinite or NaN, masks are added to scores, which is fast, as 0 and -inf. That is wrong where a
+masked score is infinite or NaN, and then so is the result: it is computed again with every masked value replaced.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +58,7 @@ from sartor.problem import Problem
 
 Tensor = torch.Tensor
 FEATURES = MASKS | {F16, BF16, F32, F64, TF32, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC}
+LOG2_E = math.log2(math.e)
 TILE = Tile(256, 512)  # the fastest on two AVX2 cores for 2 to 32 heads; the same for any batch, so that bits are too
 
 
@@ -82,10 +87,10 @@ class Part:
         return x.view(self.frame.batch, self.p.heads_q, -1, x.shape[2])
 
 
-def parts(p: Problem, x: Operands, others: tuple[Tensor, ...] = ()) -> Iterator[Part]:
-    """The call, some batch items at a time. `others` count for `clean`."""
-    clean = all(map(finite, (x.q, x.k, x.v, *others)))
-    for frame in frames(p, x.aux, working_dtype(p), x.q.device):
+def parts(plan: Plan, x: Operands, clean: bool) -> Iterator[Part]:
+    """The call, some batch items at a time."""
+    p = plan.problem
+    for frame in frames(plan, x):
         q = heads_first(x.q[frame.items], p, p.heads_kv) * p.softmax_scale
         k, v = (heads_first(t[frame.items], p, p.heads_kv)[:, 0] for t in (x.k, x.v))
         yield Part(frame, q, k, v, x.sinks, clean)
@@ -105,14 +110,21 @@ def heads_last(t: Tensor, batch: int) -> Tensor:
 def scores(
     part: Part, q: Tensor, i: slice, j: slice, partial: bool, derivative: bool = False
 ) -> tuple[Tensor, Tensor | None, Any]:
-    """A tile of scores (n, g * rows, keys); the mask, where it is needed; the score's derivative, if it is wanted."""
+    """A tile of scores (n, g * rows, keys), -inf where masked; the mask, where it is needed and not all is clean; the
+    score's derivative, if it is wanted."""
     program = part.p.program
     s, slope = torch.bmm(q, part.k[:, j].transpose(1, 2)), None
     if program.score is not None:
         raw = part.by_head(s)
         new, slope = part.frame.changed(raw, i, j, derivative)
         s = new.to(s.dtype).expand(raw.shape).reshape(s.shape)
-    keep = part.frame.keep(i, j) if partial and program.keep is not None else None
+    if not partial or program.keep is None:
+        return s, None, slope
+    if part.clean:
+        part.by_head(s).add_(part.frame.hidden(i, j))
+        return s, None, slope
+    keep = part.frame.keep(i, j)
+    part.by_head(s).masked_fill_(~keep, -torch.inf)
     return s, keep, slope
 
 
@@ -122,6 +134,7 @@ class State:
     def __init__(self, part: Part, q: Tensor) -> None:
         n, rows, _ = q.shape
         self.part = part
+        self.fresh = part.sinks is None  # nothing is in it
         self.m = q.new_full((n, rows, 1), -torch.inf)
         self.l = q.new_zeros((n, rows, 1))
         self.acc = q.new_zeros((n, rows, part.v.shape[2]))
@@ -132,19 +145,21 @@ class State:
 
     def add(self, s: Tensor, keep: Tensor | None, j: slice) -> None:
         """Take a tile of scores in; `s` is overwritten."""
-        if keep is not None:
-            self.part.by_head(s).masked_fill_(~keep, -torch.inf)
-        m = torch.maximum(self.m, s.amax(2, keepdim=True))
-        base = torch.where(m.isinf(), 0, m)
-        p = s.sub_(base).exp_()
-        alpha = torch.exp(self.m - base)
-        self.m = m
-        self.l = self.l.mul_(alpha).add_(p.sum(2, keepdim=True))
+        m = s.amax(2, keepdim=True)
+        m = m if self.fresh else torch.maximum(self.m, m)
+        base = _base(m)
+        p = _exp(s.sub_(base))
         v = self.part.v[:, j]
         if not self.part.clean:
             self._see(v, keep, s.shape)
             v = torch.where(v.isfinite(), v, 0)
-        self.acc.mul_(alpha).baddbmm_(p, v)
+        if self.fresh:
+            self.l, self.acc = p.sum(2, keepdim=True), torch.bmm(p, v)
+        else:
+            alpha = _exp(self.m.sub_(base))
+            self.l = self.l.mul_(alpha).add_(p.sum(2, keepdim=True))
+            self.acc.mul_(alpha).baddbmm_(p, v)
+        self.m, self.fresh = m, False
 
     def _see(self, v: Tensor, keep: Tensor | None, shape: torch.Size) -> None:
         keep = _like(self.part, keep, shape, v.device)
@@ -164,14 +179,43 @@ class State:
     def normalizer(self) -> tuple[Tensor, Tensor]:
         """base and total (n, rows, 1), of which weights are exp(s - base) / total, NaN beside infinite scores."""
         total = torch.where(self.l == 0, 1, self.l)
-        return torch.where(self.m.isinf(), 0, self.m), torch.where(self.m == torch.inf, torch.nan, total)
+        return _base(self.m), torch.where(self.m == torch.inf, torch.nan, total)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """out (n, rows, dv) and lse (n, rows, 1)."""
+        if not self.seen:
+            out = self.acc / self.l
+            if finite(out):  # and so is each row's m, and its l is not 0
+                return out, torch.log(self.l).add_(self.m)
         base, total = self.normalizer
         out = self.acc / total
         lse = base + torch.log(torch.where(self.l == 0, 0, total))
         return spoiled(out, *self.seen) if self.seen else out, lse
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e^x in place of x: by exp2, as MKL's exp takes 7 times as long for -inf and 30 times where the result underflows.
+    Rounding its argument adds an error of |x| e^x roundings: less than one rounding of 1."""
+    return x.mul_(LOG2_E).exp2_()
+
+
+def whole(part: Part, q: Tensor, span: Span, block_n: int) -> tuple[Tensor, Tensor] | None:
+    """What `State.result` would be of rows that reach one tile, in fewer steps. None of other rows, and where something
+    is not finite."""
+    tiles = list(span.tiles(block_n))
+    if len(tiles) != 1 or part.sinks is not None or not part.clean:
+        return None
+    ((j, partial),) = tiles
+    s, _, _ = scores(part, q, span.i, j, partial)
+    p = s.softmax(2)
+    out = torch.bmm(p, part.v[:, j])
+    return (out, s.amax(2, keepdim=True) - p.amax(2, keepdim=True).log_()) if finite(out) else None
+
+
+def _base(m: Tensor) -> Tensor:
+    """What rows subtract from their scores: their largest, or what is nearest to it where that is infinite."""
+    most = torch.finfo(m.dtype).max
+    return m.clamp(-most, most)
 
 
 def _like(part: Part, keep: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor:
@@ -205,10 +249,13 @@ class Blocked:
         lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=working_dtype(p), device=x.q.device)
         if out.numel() == 0:
             return out, lse
-        for part in parts(p, x):
-            for span in part.frame.spans(tile.block_m):
+        for part in parts(plan, x, all(map(finite, (x.q, x.k, x.v)))):
+            for span in part.frame.spans(tile.block_m, tile.block_n):
                 q = part.rows(part.q, span.i)
-                rows, rows_lse = State.of(part, q, span, tile.block_n).result()
+                found = whole(part, q, span, tile.block_n) or State.of(part, q, span, tile.block_n).result()
+                rows, rows_lse = found
+                if part.clean and p.program.keep is not None and not finite(rows):
+                    rows, rows_lse = State.of(replace(part, clean=False), q, span, tile.block_n).result()
                 out[part.frame.items, span.i] = part.by_head(rows).transpose(1, 2).to(out.dtype)
                 lse[part.frame.items, :, span.i] = part.by_head(rows_lse)[..., 0]
         return out, lse
@@ -231,6 +278,13 @@ class BlockedBackward:
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """Gradients of everything; those of scores and of sinks only where they are asked for."""
+        clean = all(map(finite, (x.q, x.k, x.v, saved.dout)))
+        found = self._walk(plan, x, saved, clean)
+        if clean and plan.problem.program.keep is not None and not all(map(finite, found[:3])):
+            return self._walk(plan, x, saved, False)
+        return found
+
+    def _walk(self, plan: Plan, x: Operands, saved: Saved, clean: bool) -> Gradients:
         p, tile = plan.problem, plan.tile or TILE
         dtype = working_dtype(p)
         dq, dk, dv = (torch.zeros_like(t) for t in (x.q, x.k, x.v))
@@ -240,9 +294,9 @@ class BlockedBackward:
         if saved.dlse is not None:
             delta = delta - saved.dlse.to(dtype)
         if saved.out.numel():
-            for part in parts(p, x, (saved.dout,)):
+            for part in parts(plan, x, clean):
                 sums = Sums(part, saved, delta, dbias, dtables)
-                for span in part.frame.spans(tile.block_m):
+                for span in part.frame.spans(tile.block_m, tile.block_n):
                     sums.add(span, tile.block_n)
                 for whole, d in ((dq, sums.dq), (dk, sums.dk), (dv, sums.dv)):
                     whole[part.frame.items] = heads_last(d, part.frame.batch).to(whole.dtype)
@@ -273,7 +327,7 @@ class Sums:
         dq = torch.zeros_like(q)
         for j, partial in span.tiles(block_n):
             s, keep, slope = scores(part, q, span.i, j, partial, True)
-            p = s.sub_(base).exp_()  # [rows, keys]
+            p = _exp(s.sub_(base))  # [rows, keys]
             if total is not None:
                 p.div_(total)
             self._mask(p, keep)

@@ -173,8 +173,15 @@ class Plan:
         dim, dim_v = (1 << (n - 1).bit_length() for n in (p.dim, p.dim_v))
         return replace(self, problem=replace(p, dim=dim, dim_v=dim_v), cache={})
 
+    @property
+    def shape(self) -> str:
+        """Its tile in words, or nothing; a CPU's has neither warps nor stages."""
+        if self.tile is None or not self.device.is_cpu:
+            return str(self.tile or "")
+        return f"{self.tile.block_m}x{self.tile.block_n}"
+
     def __str__(self) -> str:
-        tile = f"[{self.tile}]" if self.tile else ""
+        tile = f"[{self.shape}]" if self.tile else ""
         return f"{self.kernel.name}{tile} {self.source}".strip()
 
 

@@ -36,21 +36,21 @@ from sartor.features import (
 )  # fmt: skip
 from sartor.kernels import blocked
 from sartor.kernels.algebra import LARGE, finite, resolved, spoiled, working_dtype
-from sartor.kernels.spans import Frame, frames
+from sartor.kernels.spans import KEPT, Frame, frames, hidden
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
-from sartor.mods.core import Program
 from sartor.mods.masks import causal
+from sartor.mods.program import Program
 from sartor.mods.tracing import four_dims
 from sartor.problem import Problem, wide
 
 Tensor = torch.Tensor
 FEATURES = MASKS | {F16, BF16, F32, F64, TF32, GQA, SCORE, UNALIGNED, DETERMINISTIC}
 FULL, CAUSAL = Program(), Program.of(causal(), None)[0]
-FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # the binding takes 2 us less than torch.ops' operator
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 ROWS = 256  # of a block of queries: what is added to its scores stays in the caches
+WHOLE = 2**22  # elements of a tensor mask that are added at once: many, as the backward is slower block by block
 KEYS = 512  # up to which the keys are not cut: to find out which are reached takes longer than they do
-KEPT = 2**14  # elements up to which a plan keeps what is added, if no data says what that is
 
 
 class TorchCpu:
@@ -139,6 +139,11 @@ class Block(NamedTuple):
     j: slice
     added: Tensor | None  # (1 or batch, 1 or hq, rows, 1 or keys), -inf where the mask hides a key
 
+    def covers(self, p: Problem) -> bool:
+        """Whether it is the whole call."""
+        rows, keys = self.i.stop - self.i.start, self.j.stop - self.j.start
+        return bool(self.items.stop - self.items.start == p.batch and rows == p.seqlen_q and keys == p.seqlen_kv)
+
     @property
     def queries(self) -> tuple[slice, ...]:
         """Where its rows are in (b, hq, sq, d)."""
@@ -154,11 +159,11 @@ def _in_blocks(plan: Plan, x: Operands, q: Tensor, k: Tensor, v: Tensor) -> tupl
     """out and lse of a call, block by block; None where something is not finite, which a mask may have to stop."""
     p, out, lse = plan.problem, None, None
     for block in blocks(plan, x):
+        if block.covers(p):
+            return _block(p, block, q, k, v)
         part = _block(p, block, q[block.queries], k[block.keys], v[block.keys])
         if part is None:
             return None
-        if part[0].shape == q.shape:  # the only one
-            return part
         if out is None or lse is None:
             out = q.new_empty((p.batch, p.seqlen_q, p.heads_q, p.dim_v)).transpose(1, 2)
             lse = q.new_empty((p.batch, p.heads_q, p.seqlen_q), dtype=working_dtype(p))
@@ -172,7 +177,7 @@ def _block(p: Problem, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
     if k.shape[2] == 0:
         return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=working_dtype(p))
     out, lse = FORWARD(q, k, v, 0.0, False, attn_mask=block.added, scale=p.softmax_scale)
-    if ((lse / lse).sum() + 0 * out.sum(dtype=lse.dtype)).item() > 0:  # nothing is infinite or NaN, and no lse 0
+    if (lse / lse).sum().item() + 0 * out.sum(dtype=lse.dtype).item() > 0:  # nothing is infinite or NaN, and no lse 0
         return out, lse
     if block.added is None:
         return None
@@ -185,27 +190,32 @@ def blocks(plan: Plan, x: Operands) -> Iterable[Block]:
     """The blocks of a call, which the plan keeps where they are small and no data says what they are."""
     p = plan.problem
     if any(isinstance(a, Tensor) for a in x.aux) or p.seqlen_q * p.seqlen_kv > KEPT:
-        return _blocks(p, x)
+        return _blocks(plan, x)
     kept: list[Block] | None = plan.cache.get("blocks")  # type: ignore[assignment]
     if kept is None:
-        kept = list(_blocks(p, x))
+        kept = list(_blocks(plan, x))
         if sum(0 if block.added is None else block.added.numel() for block in kept) <= KEPT:
             plan.cache["blocks"] = kept
     return kept
 
 
-def _blocks(p: Problem, x: Operands) -> Iterator[Block]:
+def _blocks(plan: Plan, x: Operands) -> Iterator[Block]:
+    p = plan.problem
     everything = slice(0, p.batch), slice(0, p.seqlen_q), slice(0, p.seqlen_kv)
-    score = p.program.score
-    lone = p.program.keep is None and score is not None and score.text() == "(s + aux[0])"
-    if lone and isinstance(x.aux[0], Tensor):
-        yield Block(*everything, _dense(x.aux[0], x.q.dtype))
-        return
-    for frame in frames(p, x.aux, working_dtype(p), x.q.device):
-        if p.seqlen_q <= ROWS and p.seqlen_kv <= KEYS:
-            yield Block(frame.items, *everything[1:], added(frame, *everything[1:], p.program.keep is not None))
-            continue
-        for span in frame.spans(ROWS):
+    if len(x.aux) == 1 and isinstance(x.aux[0], Tensor):
+        given, score, keep = x.aux[0], p.program.score, p.program.keep
+        if keep is None and score is not None and score.text() == "(s + aux[0])":
+            yield Block(*everything, _dense(given, x.q.dtype))
+            return
+        if score is None and keep is not None and keep.op == "aux":
+            rows = p.seqlen_q if given.shape[2] == 1 else max(1, WHOLE * p.seqlen_q // given.numel())
+            for first in range(0, p.seqlen_q, rows):
+                i = slice(first, min(first + rows, p.seqlen_q))
+                some = given if given.shape[2] == 1 else given[:, :, i]
+                yield Block(everything[0], i, everything[2], _dense(hidden(some, working_dtype(p)), x.q.dtype))
+            return
+    for frame in frames(plan, x):
+        for span in frame.spans(ROWS, KEYS):
             keys = slice(span.lo, span.hi) if span.lo < span.hi else slice(0, 0)
             partial = span.lo < span.full_lo or span.full_hi < span.hi
             yield Block(frame.items, span.i, keys, added(frame, span.i, keys, partial))
@@ -217,11 +227,7 @@ def added(frame: Frame, i: slice, j: slice, partial: bool) -> Tensor | None:
     if frame.p.program.score is not None:
         term = torch.as_tensor(frame.changed(0.0, i, j)[0], dtype=frame.dtype, device=frame.device)
     if partial:
-        keep = frame.keep(i, j)
-        if term is None:
-            term = torch.zeros(keep.shape, dtype=frame.dtype, device=frame.device).masked_fill_(~keep, -torch.inf)
-        else:
-            term = torch.where(keep, term, -torch.inf)
+        term = frame.hidden(i, j) if term is None else term + frame.hidden(i, j)
     return None if term is None else _dense(four_dims(term), frame.dtype)
 
 
@@ -281,17 +287,18 @@ def _gradients(plan: Plan, x: Operands, data: tuple[Tensor, ...]) -> tuple[Tenso
         return BACKWARD(dout, q, k, v, out, lse, 0.0, p.program == CAUSAL, scale=p.softmax_scale)  # type: ignore[no-any-return]
     sums = None
     for block in blocks(plan, x):
+        if block.covers(p):
+            return BACKWARD(  # type: ignore[no-any-return]
+                dout, q, k, v, out, lse, 0.0, False, attn_mask=block.added, scale=p.softmax_scale
+            )
         i, j = block.queries, block.keys
-        alone = dout[i].shape == dout.shape and k[j].shape == k.shape
-        if sums is None and not alone:
+        if sums is None:
             sums = torch.zeros_like(q), *(torch.zeros_like(t, dtype=lse.dtype) for t in (k, v))
         if k[j].shape[2] == 0:
             continue
         found = BACKWARD(
             dout[i], q[i], k[j], v[j], out[i], lse[i], 0.0, False, attn_mask=block.added, scale=p.softmax_scale
         )
-        if sums is None:
-            return found  # type: ignore[no-any-return]
         for total, place, part in zip(sums, (i, j, j), found, strict=True):
             total[place] += part
     assert sums is not None

@@ -1,4 +1,4 @@
-"""Mask and Score: what a mod is, how mods combine, and the text a kernel takes from them.
+"""Mask and Score, the "mods": what they are and how they combine. `program.py` has what kernels compile of them.
 
 A mask is a predicate `(b, h, q, kv) -> bool`, True where the query attends to the key. A score is a function
 `(score, b, h, q, kv) -> score`. Both are plain Python functions of operators. A tensor that they capture is indexed:
@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from sartor.mods.capture import POSITIONS, Capture, Sizes
-from sartor.mods.derivative import diff
-from sartor.mods.expr import Expr, Traced, evaluate, where
+from sartor.mods.expr import Expr, Traced, evaluate
 from sartor.mods.intervals import BIG as BIG
 from sartor.mods.intervals import hull, meet, spans
 from sartor.mods.recent import Recent
@@ -36,7 +35,6 @@ from sartor.mods.tracing import (
     four_dims,
     is_boolean,
     is_real,
-    pattern,
     portable,
     resolve,
     text_of,
@@ -398,116 +396,3 @@ class Score(Mod):
             return other.fn(self.fn(s, b, h, q, kv, aux[:n]), b, h, q, kv, aux[n:])
 
         return Score(fn, self.aux + other.aux, f"{self.name} > {other.name}", self.sizes or other.sizes)
-
-
-@dataclass(frozen=True)
-class Aux:
-    """One aux value without its data: its pattern, and its dtype when it is a tensor."""
-
-    pattern: str
-    dtype: str
-
-    @property
-    def dims(self) -> int:
-        """Of a table, by which it is indexed; 0 for what is read at the position."""
-        return int(self.pattern[1:]) if self.pattern[0] in "tT" else 0
-
-
-@dataclass(frozen=True)
-class Rise:
-    """Where a score reads an aux value, an `aux` or a `gather`, and its derivative by what is read there."""
-
-    read: Expr
-    rise: Expr
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """What kernels compile of a mask and a score: expressions over one list of aux values. Equal texts are equal."""
-
-    aux: tuple[Aux, ...] = ()
-    keep: Expr | None = None
-    rows: tuple[Expr, ...] | None = None
-    cols: tuple[Expr, ...] | None = None
-    score: Expr | None = None
-    dscore: Expr | None = None
-
-    @classmethod
-    def of(cls, mask: Mask | None, score: Score | None) -> tuple[Program, tuple[AuxValue, ...]]:
-        """The program, and the aux values it reads in order: the mask's first."""
-        values = (mask.aux if mask else ()) + (score.aux if score else ())
-        n = len(mask.aux) if mask else 0
-        tables = {*(mask.tables if mask else ()), *(i + n for i in (score.tables if score else ()))}
-        dtypes = [str(v.dtype) if isinstance(v, torch.Tensor) else "" for v in values]
-        aux = tuple(
-            Aux(pattern(v, i in tables), dtype) for i, (v, dtype) in enumerate(zip(values, dtypes, strict=True))
-        )
-        key = mask and mask.handle, score and score.handle, aux
-        if key in _PROGRAMS:
-            return _PROGRAMS[key], values
-        parts: dict[str, Any] = {}
-        if mask:
-            parts["keep"] = traced(mask.keep, POSITIONS, mask.aux)
-            parts["rows"] = traced(mask.rows, OF_ROW, mask.aux)  # type: ignore[arg-type]
-            parts["cols"] = traced(mask.cols, OF_COLUMN, mask.aux)  # type: ignore[arg-type]
-        if score:
-            shifted = lambda *a: score.fn(*a[:-1], a[-1][n:])  # noqa: E731 - one use
-            changed = traced(shifted, OF_SCORE, values)
-            if "s" not in changed.leaves():  # kernels take one for every pair of query and key
-                s = Expr("sym", ("s",))
-                changed = where(s == s, changed, changed)
-            parts["score"] = changed
-            parts["dscore"] = diff(parts["score"], "s")
-        found = cls(aux, **parts)
-        _PROGRAMS.add(key, found)
-        return found, values
-
-    def rises(self, i: int) -> tuple[Rise, ...]:
-        """The derivatives of the score by the aux value i, one for each index it is read by."""
-        assert self.score is not None
-        read = {}
-        for e in self.score.nodes():
-            if (e.op == "gather" and e.args[0].args[0] == i) or (e.op == "aux" and e.args[0] == i):
-                read[e.text()] = e
-        inside = "gather" if self.aux[i].dims else "aux"
-        return tuple(Rise(e, diff(self.score, text)) for text, e in read.items() if e.op == inside)
-
-    @cached_property
-    def key(self) -> str:
-        """Canonical text: what a compiled kernel depends on."""
-        spans = [e for span in (self.rows, self.cols) if span for e in span]
-        exprs = [self.keep, *spans, self.score, self.dscore]
-        return "; ".join(
-            [e.text() if e is not None else "-" for e in exprs] + [f"{a.pattern}:{a.dtype}" for a in self.aux]
-        )
-
-    @cached_property
-    def is_interval(self) -> bool:
-        """Whether a row attends to exactly [lo, hi): the interval it attends within is the one it attends to all of."""
-        return _exact(self.rows)
-
-    @cached_property
-    def is_interval_both_ways(self) -> bool:
-        """Whether in addition a column is attended to by exactly one interval of rows."""
-        return _exact(self.rows) and _exact(self.cols)
-
-    @cached_property
-    def has_lower_end(self) -> bool:
-        """Whether what a row attends within may begin after the first key."""
-        return self.rows is not None and self.rows[0].text() != "0"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-_PROGRAMS = Recent(1024)  # by the handles of mask and score, and what they read
-
-
-def _exact(spans: tuple[Expr, ...] | None) -> bool:
-    if spans is None:
-        return False
-    lo, hi, full_lo, full_hi = (e.text() for e in spans)
-    return lo == full_lo and hi == full_hi

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -132,8 +133,27 @@ Expr.__invert__ = lambda self: Expr("invert", (self,))  # type: ignore
 Expr.__abs__ = lambda self: Expr("abs", (self,))  # type: ignore
 
 
-def _function(name: str, on_tensors: Callable[..., Any], on_numbers: Callable[..., Any], says: str) -> Any:
+_DOC = """{says}
+
+For mask and score functions, beside operators; where `torch` has a function of the name, that does as well there.
+
+Args:
+    {takes}: symbolic values, which positions and scores are there; or tensors that broadcast to each other, or numbers.
+
+Returns:
+    A symbolic value where one was given, else a tensor where one was given, else a number.
+
+Raises:
+    TypeError: another number of values than that was given, or one that is none of these.
+"""
+
+
+def _function(name: str, takes: str, on_tensors: Callable[..., Any], on_numbers: Callable[..., Any], says: str) -> Any:
+    parameters = [Parameter(p, Parameter.POSITIONAL_ONLY) for p in takes.split(", ")]
+
     def call(*args: Any) -> Any:
+        if len(args) != len(parameters):
+            raise TypeError(f"{name} must be given {len(parameters)} values ({takes}), got {len(args)}")
         if any(isinstance(a, Expr) for a in args):
             return Expr(name, tuple(lift(a) for a in args))
         if any(isinstance(a, torch.Tensor) for a in args):
@@ -144,7 +164,8 @@ def _function(name: str, on_tensors: Callable[..., Any], on_numbers: Callable[..
         return on_numbers(*args)
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{says} Of symbols, of tensors and of numbers."
+    call.__doc__ = _DOC.format(says=says, takes=takes)
+    call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return call
 
 
@@ -153,34 +174,42 @@ def _floats(on_tensors: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x: on_tensors(torch.tensor(x, dtype=torch.float64, device="cpu")).item()
 
 
-maximum = _function("maximum", torch.maximum, max, "The larger of `a` and `b`.")
-minimum = _function("minimum", torch.minimum, min, "The smaller of `a` and `b`.")
+maximum = _function(
+    "maximum", "a, b", torch.maximum, max,
+    "The larger of a and b, as in `Score(lambda s, b, h, q, kv: maximum(s, -10.0))`.",
+)  # fmt: skip
+minimum = _function(
+    "minimum", "a, b", torch.minimum, min,
+    "The smaller of a and b, as in `Score(lambda s, b, h, q, kv: minimum(s, 10.0))`.",
+)  # fmt: skip
 where = _function(
-    "where",
-    torch.where,
-    lambda c, a, b: a if c else b,
-    "`a` where the bool `c` is True, else `b`; the functions' `if`.",
-)
-tanh = _function("tanh", torch.tanh, math.tanh, "Hyperbolic tangent, to float32 accuracy.")
-sigmoid = _function("sigmoid", torch.sigmoid, _floats(torch.sigmoid), "1 / (1 + exp(-x)).")
-exp = _function("exp", torch.exp, _floats(torch.exp), "e to the power x.")
-exp2 = _function("exp2", torch.exp2, _floats(torch.exp2), "2 to the power x.")
-log = _function("log", torch.log, _floats(torch.log), "Natural logarithm; -inf at 0, NaN below.")
-sqrt = _function("sqrt", torch.sqrt, _floats(torch.sqrt), "Square root, rounded once; NaN below 0.")
+    "where", "c, a, b", torch.where, lambda c, a, b: a if c else b,
+    "a where the bool c is True, else b, as in `Score(lambda s, b, h, q, kv: where(q - kv < 64, s, 0.5 * s))`. An `if`"
+    "\nwould be asked once, when the function is traced.",
+)  # fmt: skip
+tanh = _function(
+    "tanh", "x", torch.tanh, math.tanh,
+    "Hyperbolic tangent, to float32 accuracy, as in `Score(lambda s, b, h, q, kv: 30.0 * tanh(s / 30.0))`.",
+)  # fmt: skip
+sigmoid = _function("sigmoid", "x", torch.sigmoid, _floats(torch.sigmoid), "1 / (1 + exp(-x)).")
+exp = _function("exp", "x", torch.exp, _floats(torch.exp), "e to the power x.")
+exp2 = _function("exp2", "x", torch.exp2, _floats(torch.exp2), "2 to the power x.")
+log = _function("log", "x", torch.log, _floats(torch.log), "Natural logarithm of x; -inf at 0, NaN below.")
+sqrt = _function("sqrt", "x", torch.sqrt, _floats(torch.sqrt), "Square root of x, rounded once; NaN below 0.")
 truncate = _function(
-    "truncate", lambda x: x.long(), int, "x rounded towards 0, as an integer: what `.int()` and `.long()` give."
+    "truncate", "x", lambda x: x.long(), int, "x rounded towards 0, as an integer: what `.int()` and `.long()` give."
 )
 power = _function(
-    "pow", torch.pow, operator.pow,
+    "pow", "x, y", torch.pow, operator.pow,
     "x ** y. y is an integer constant, for x of either sign; or 0.5, or anything where x is a float >= 0.",
 )  # fmt: skip
 floor_divide = _function(
-    "floor_divide", lambda a, b: torch.floor(a / b), lambda a, b: float(a // b), "a // b of floats."
+    "floor_divide", "a, b", lambda a, b: torch.floor(a / b), lambda a, b: float(a // b), "a // b of floats."
 )
 
 
 def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    """x within [min, max]; an end that is None is open."""
+    """x within [min, max], which are symbolic values, tensors or numbers as x is; an end that is None is open."""
     x = x if min is None else maximum(x, min)
     return x if max is None else minimum(x, max)
 
@@ -197,19 +226,34 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = _INFIX_FUNCTIONS | {
 }  # fmt: skip
 
 
-def evaluate(e: Expr, symbols: Mapping[str, Any], aux: Sequence[Any], dtype: torch.dtype | None = None) -> Any:
+def evaluate(
+    e: Expr,
+    symbols: Mapping[str, Any],
+    aux: Sequence[Any],
+    dtype: torch.dtype | None = None,
+    known: dict[int, Any] | None = None,
+) -> Any:
     """The value of `e` on tensors or numbers: what the kernels written in torch use. Aux tensors are read as every
-    kernel does: integers so that they do not wrap around, as Python's, floats in `dtype`, by default their own."""
+    kernel does: integers so that they do not wrap around, as Python's, floats in `dtype`, by default their own.
+    `known` keeps the values of nodes, by id: expressions that share them, as a score and its derivative do, compute
+    them once."""
     if e.op == "const":
         return e.args[0]
     if e.op == "sym":
         return symbols[e.args[0]]
     if e.op == "aux":
         return _read(aux[e.args[0]], dtype)
+    if known is not None and id(e) in known:
+        return known[id(e)]
     if e.op == "gather":
-        table, indices = aux[e.args[0].args[0]], [evaluate(i, symbols, aux, dtype) for i in e.args[1:]]
-        return _read(table[places(table, indices)], dtype) if isinstance(table, torch.Tensor) else table[tuple(indices)]
-    return _FUNCTIONS[e.op](*_promoted(e.op, [evaluate(a, symbols, aux, dtype) for a in e.args]))
+        table, indices = aux[e.args[0].args[0]], [evaluate(i, symbols, aux, dtype, known) for i in e.args[1:]]
+        whole = isinstance(table, torch.Tensor)
+        found = _read(table[places(table, indices)], dtype) if whole else table[tuple(indices)]
+    else:
+        found = _FUNCTIONS[e.op](*_promoted(e.op, [evaluate(a, symbols, aux, dtype, known) for a in e.args]))
+    if known is not None:
+        known[id(e)] = found
+    return found
 
 
 def _promoted(op: str, args: list[Any]) -> list[Any]:

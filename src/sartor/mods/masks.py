@@ -30,7 +30,14 @@ def _aligned(align: Align) -> Any:
 
 
 def causal(align: Align = "bottom_right") -> Mask:
-    """Query i attends to keys up to i (+ seqlen_kv - seqlen_q when bottom-right aligned)."""
+    """Query i attends to keys up to i (+ seqlen_kv - seqlen_q when bottom-right aligned).
+
+    Args:
+        align: "bottom_right", where the last query sees the last key, or "top_left", where the first sees the first.
+
+    Raises:
+        ValueError: another `align`.
+    """
     return interval(
         rows=lambda b, h, q, aux: (None, q + aux[0] + 1),
         cols=lambda b, h, kv, aux: (kv - aux[0], None),
@@ -46,7 +53,15 @@ def everything() -> Mask:
 
 
 def window(left: int | None, right: int | None, align: Align = "bottom_right") -> Mask:
-    """Query i attends to the keys i-left .. i+right, both included; None or -1 is unbounded (flash-attn's rule)."""
+    """Query i attends to the keys i-left .. i+right, both included (flash-attn's rule).
+
+    Args:
+        left, right: keys to each side, integers >= 0; None or -1 is unbounded.
+        align: as for `causal`: "bottom_right" moves i by seqlen_kv - seqlen_q.
+
+    Raises:
+        TypeError, ValueError: a side that is no such integer, or another `align`.
+    """
     left, right = sides((left, right))
     return interval(
         rows=lambda b, h, q, aux: (
@@ -63,9 +78,14 @@ def window(left: int | None, right: int | None, align: Align = "bottom_right") -
 
 
 def prefix(length: int | torch.Tensor) -> Mask:
-    """Every query attends to the first `length` keys: an int, or one per batch item, int (batch,).
+    """Every query attends to the first `length` keys.
 
-    A length that changes from call to call, as in decoding, goes in a tensor: each int is planned anew.
+    Args:
+        length: an integer, or integers of shape (batch,), one for each item. One that changes from call to call, as in
+            decoding, goes in a tensor: each int is planned anew.
+
+    Raises:
+        TypeError, ValueError: another type, dtype or shape.
     """
     if isinstance(length, torch.Tensor):
         _check_integers("length", length, "(batch,)", (0, 1))
@@ -83,10 +103,15 @@ def prefix(length: int | torch.Tensor) -> Mask:
 
 
 def document(ids: torch.Tensor, kv_ids: torch.Tensor | None = None) -> Mask:
-    """Queries attend to keys of their own document; ids are int (batch or 1, seqlen), of any value, in any order.
+    """Queries attend to keys of their own document. Documents that lie together in memory cost only their own tiles;
+    where one is scattered, its tiles are looked at key by key.
 
-    `kv_ids` are the keys' documents where they differ from the queries'. Documents that lie together in memory cost
-    only their own tiles; where one is scattered, its tiles are looked at key by key.
+    Args:
+        ids: integers of shape (batch or 1, seqlen): the document of each token, of any value, in any order.
+        kv_ids: integers of shape (batch or 1, seqlen_kv): the keys' documents, where they differ from the queries'.
+
+    Raises:
+        TypeError, ValueError: no tensors, other dtypes or shapes, different devices.
     """
     kv_ids = ids if kv_ids is None else kv_ids
     for name, t in (("ids", ids), ("kv_ids", kv_ids)):
@@ -141,12 +166,20 @@ def packed(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
 ) -> Mask:
-    """Sequences one after another in a batch of one, of `seqlen_q` queries and `seqlen_kv` keys in all: number n has
-    the queries [cu_seqlens_q[n], cu_seqlens_q[n + 1]) and the keys [cu_seqlens_kv[n], cu_seqlens_kv[n + 1]).
+    """Sequences one after another in a batch of one: each attends to itself. On a GPU one kernel makes the mask, once
+    for all layers that are given it.
 
-    Both are integers of shape (sequences + 1,), from 0 on. `causal` and `window` are those of each sequence, aligned at
-    its last query and key, and not given to `attention` besides. What lies past the last sequence sees nothing and is
-    seen by none. On a GPU one kernel makes it. `sartor.check` says when values are looked at; others are clamped.
+    Args:
+        cu_seqlens_q: integers of shape (sequences + 1,), from 0 on and never falling: sequence n has the queries
+            [cu_seqlens_q[n], cu_seqlens_q[n + 1]). What lies past the last one sees nothing.
+        cu_seqlens_kv: the same for keys. What lies past the last one is seen by none.
+        seqlen_q, seqlen_kv: queries and keys in all.
+        causal: whether each query of a sequence sees keys up to its own, aligned at the sequence's last query and key.
+        window: (left, right) within each sequence, aligned likewise. Neither is given to `attention` besides.
+
+    Raises:
+        TypeError, ValueError: other dtypes or shapes; values that are wrong, when `sartor.check` says that they are
+            looked at, else they are clamped.
     """
     return packed_as("cu_seqlens_kv", cu_seqlens_q, cu_seqlens_kv, (seqlen_q, seqlen_kv), ends_of(causal, window))
 
@@ -182,10 +215,19 @@ def cached(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
 ) -> Mask:
-    """Of `seqlen_kv` places in a cache, the first lengths[b] are keys of batch item b, its last query's among them.
+    """A cache of keys, of which each batch item has filled the first places.
 
-    `lengths` are integers (batch,). `causal` and `window` are aligned at an item's last query and last key, and not
-    given to `attention` besides. `sartor.check` says when values are looked at; others are clamped.
+    Args:
+        lengths: integers of shape (batch,): the first lengths[b] places hold keys of item b, its last query's among
+            them.
+        seqlen_q: queries of an item.
+        seqlen_kv: places in the cache.
+        causal: whether each query sees keys up to its own, aligned at an item's last query and last key.
+        window: (left, right), aligned likewise. Neither is given to `attention` besides.
+
+    Raises:
+        TypeError, ValueError: other dtypes or shapes; values that are wrong, when `sartor.check` says that they are
+            looked at, else they are clamped.
     """
     _check_integers("lengths", lengths, "(batch,)", (1,))
     ends = ends_of(causal, window)
@@ -217,8 +259,10 @@ def _varying(template: Mask, item: bool, query: bool, key: bool) -> Mask:
 
 def _check_integers(name: str, t: Any, shape: str, dims: tuple[int, ...]) -> None:
     dense(name, t)
-    if t.dtype not in INTEGERS or t.dim() not in dims:
-        raise ValueError(f"{name} must be integers of shape {shape}, got {t.dtype} {tuple(t.shape)}")
+    if t.dim() not in dims:
+        raise ValueError(f"{name} must have shape {shape}, got {t.dim()} dims: {tuple(t.shape)}")
+    if t.dtype not in INTEGERS:
+        raise ValueError(f"{name} must hold integers, got dtype {t.dtype}")
 
 
 def _as_int32(ids: torch.Tensor, kv_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,7 +293,14 @@ def _spans(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def from_tensor(keep: torch.Tensor) -> Mask:
-    """A bool tensor broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), True where the query attends."""
+    """Any mask, read pair by pair.
+
+    Args:
+        keep: bool, broadcastable to (batch, heads_q, seqlen_q, seqlen_kv), True where the query attends.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+    """
     dense("mask", keep)
     if keep.dtype != torch.bool:
         raise TypeError(f"mask must be a bool tensor (True = attend), got dtype {keep.dtype}")

@@ -13,14 +13,17 @@ from sartor.mods.tracing import four_dims
 
 
 def softcap(cap: float) -> Score:
-    """cap * tanh(score / cap) (Gemma 2, section 2)."""
+    """cap * tanh(score / cap), with cap > 0 (Gemma 2, section 2)."""
     return Score(lambda s, b, h, q, kv, aux: aux[0] * tanh(s / aux[0]), (float(cap),), "softcap")
 
 
 def alibi(slopes: torch.Tensor, dtype: torch.dtype = torch.float32) -> Score:
-    """score - slope * |q + seqlen_kv - seqlen_q - kv|; slopes are (heads_q,) or (batch, heads_q), read as `dtype`.
+    """score - slope * |q + seqlen_kv - seqlen_q - kv| (Press, Smith and Lewis 2022, with flash-attn's symmetric form
+    for keys after the query).
 
-    Press, Smith and Lewis 2022, with flash-attn's symmetric form for keys after the query.
+    Args:
+        slopes: floats of shape (heads_q,) or (batch, heads_q).
+        dtype: float32, or float64 beside float64 inputs: what slopes are read as.
     """
     aux = (slopes_table(slopes, dtype), offset)
     return Score(lambda s, b, h, q, kv, aux: s - aux[0] * abs(q + aux[1] - kv), aux, "alibi")
@@ -40,7 +43,12 @@ _OF_ITEMS = Score(
 
 
 def cached_alibi(slopes: torch.Tensor, lengths: torch.Tensor, seqlen_q: int) -> Score:
-    """`alibi` with the lengths of `mods.cached`; slopes are (heads_q,) or (batch, heads_q)."""
+    """`alibi` beside `mods.cached`: distances are those from an item's last query and last key.
+
+    Args:
+        slopes: floats of shape (heads_q,) or (batch, heads_q).
+        lengths, seqlen_q: as given to `mods.cached`.
+    """
     return alibi_of_cache(slopes, lengths.long().clamp(0, BIG).int().view(-1, 1, 1, 1) - seqlen_q)
 
 
@@ -50,7 +58,12 @@ def alibi_of_cache(slopes: torch.Tensor, shift: torch.Tensor) -> Score:
 
 
 def packed_alibi(slopes: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, seqlen_q: int) -> Score:
-    """`alibi` of each of the sequences that `packed` keeps apart; slopes are (heads_q,) or (sequences, heads_q)."""
+    """`alibi` beside `mods.packed`: distances are those within a sequence, from its last query and key.
+
+    Args:
+        slopes: floats of shape (heads_q,) or (sequences, heads_q).
+        cu_seqlens_q, cu_seqlens_kv, seqlen_q: as given to `mods.packed`.
+    """
     number, place = packed_places(cu_seqlens_q, cu_seqlens_kv, seqlen_q).unbind()
     if len(slopes) == 0:
         slopes = slopes.new_zeros(slopes.shape[-1], seqlen_q, 1)
@@ -67,5 +80,9 @@ def slopes_table(slopes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bias(table: torch.Tensor) -> Score:
-    """score + bias, a float tensor broadcastable to (batch, heads_q, seqlen_q, seqlen_kv); the last term added."""
+    """score + table, the last term that is added.
+
+    Args:
+        table: floats broadcastable to (batch, heads_q, seqlen_q, seqlen_kv).
+    """
     return Score(lambda s, b, h, q, kv, aux: s + aux[0], (four_dims(table),), "bias")

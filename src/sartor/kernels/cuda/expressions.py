@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from sartor.mods.core import Aux, Program
 from sartor.mods.expr import Expr
+from sartor.mods.program import Aux, Program
 
 TYPES = {
     "torch.float32": "float", "torch.float64": "double", "torch.bool": "bool", "torch.uint8": "u8",

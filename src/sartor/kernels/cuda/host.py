@@ -14,7 +14,7 @@ from sartor import nvrtc
 from sartor.device import Device
 from sartor.kernels.cuda import expressions, wgmma
 from sartor.kernels.cuda.params import Params
-from sartor.mods.core import Program
+from sartor.mods.program import Program
 from sartor.problem import Problem, name_of
 
 FOLDER = Path(__file__).parent.parent
@@ -28,8 +28,10 @@ Made = TypeVar("Made")
 def reasons(p: Problem, dev: Device, capability: int) -> list[str]:
     """What every kernel of this kind needs of the machine, the lengths and what the mods read."""
     why = []
-    if dev.arch != capability:
-        needed, given = (f"{n // 10}.{n % 10}" for n in (capability, dev.arch))
+    needed, given = (f"{n // 10}.{n % 10}" for n in (capability, dev.arch))
+    if dev.is_cpu:
+        why.append(f"needs an NVIDIA GPU of compute capability {needed}, this is a CPU")
+    elif dev.arch != capability:
         why.append(f"needs compute capability {needed}, {dev.name} has {given}")
     elif nvrtc.missing():
         why.append(nvrtc.missing())

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from sartor.kernels.triton import maths
-from sartor.mods.core import BIG, Aux, Program
+from sartor.mods.core import BIG
 from sartor.mods.expr import Expr
+from sartor.mods.program import Aux, Program
 from sartor.mods.tracing import not_negative
 
 _POSITION = {"b": "b", "h": "h", "q": "q", "k": "kv"}

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sartor.lab.cli import ladder as ladder_cli
-from sartor.lab.cli.flags import DeviceFlag, OutFlag, RecordFlag, device_of, friendly, results_folder
+from sartor.lab.cli.flags import (
+    DTYPE_HELP,
+    INTERRUPTED,
+    DeviceFlag,
+    OutFlag,
+    RecordFlag,
+    device_of,
+    friendly,
+    results_folder,
+    target,
+    writable,
+    wrote,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -47,16 +59,17 @@ def doctor(
 ) -> None:
     """What this machine has, and whether attention is right on it. Exit code 1 if not."""
     from rich.console import Console
+    from rich.markup import escape
 
     from sartor.lab.measure import doctor, links
 
     console, wrong = Console(), 0
     with friendly():
-        findings = list(links.examine()) if distributed else doctor.examine()
-    for finding in findings:
-        mark = {None: " ", True: "[green]ok[/]", False: "[red]no[/]"}[finding.ok]
-        console.print(f"{mark:>2} [bold]{finding.what}[/]: {finding.found}", highlight=False)
-        wrong += finding.ok is False
+        for finding in links.examine() if distributed else doctor.examine():
+            mark = {None: "  ", True: "[green]ok[/]", False: "[red]no[/]"}[finding.ok]
+            line = f"{mark} [bold]{escape(finding.what)}[/]: {escape(finding.found)}"
+            console.print(line, highlight=False, soft_wrap=True)
+            wrong += finding.ok is False
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -83,16 +96,27 @@ def explain(
     heads: Annotated[str, typer.Option(help="query heads, or query/key heads as 32/8")] = "16",
     seqlen: Annotated[str, typer.Option(help="length, or query/key lengths as 1/8k")] = "4096",
     dim: Annotated[str, typer.Option(help="head dim, or dim/dim_v as 192/128")] = "128",
-    dtype: str = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "bfloat16",
     mask: Annotated[str, typer.Option(help="full, causal, window1024, document8, softcap30, alibi, a+b, ...")] = "full",
     kernel: Annotated[str, typer.Option(help="a kernel by name, or auto")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, or an architecture that is not here: sm80, sm90, ...")] = "",
+    launches: Annotated[bool, typer.Option("--launches", help="compile, and list what is launched on the GPU")] = False,
 ) -> None:
-    """Which kernel would run a problem, and why not the others. Runs nothing."""
-    from sartor.lab.measure.adhoc import walk
+    """Which kernel would run a problem, and why not the others. Runs nothing. Exit code 1 if none would."""
+    from sartor.lab.measure import adhoc
 
     with friendly():
-        typer.echo(str(walk(batch, (heads, seqlen, dim), dtype, mask, kernel, device)))
+        w = adhoc.problem(batch, (heads, seqlen, dim), dtype, mask)
+        found = adhoc.walk(w, kernel, device)
+        typer.echo(str(found))
+        steps = list(adhoc.launches(w, kernel, found)) if launches else []
+    if steps:
+        from sartor.lab.show import tables, views
+
+        views.console().print(tables.launches(steps).rich())
+    elif launches:
+        typer.echo("  launches: none, as it would not run on a GPU")
+    raise typer.Exit(0 if found.plan is not None else 1)
 
 
 @app.command()
@@ -118,7 +142,7 @@ def bench(
     seqlen: Annotated[str, typer.Option(help="ad hoc: 512,1k,4k or 1/8k")] = "",
     heads: Annotated[str, typer.Option(help="ad hoc: 16 or 32/8; by default 2048 / dim")] = "",
     batch: Annotated[int, typer.Option(help="ad hoc; by default 16384 / length")] = 0,
-    dtype: Annotated[str, typer.Option(help="ad hoc: bfloat16,float32")] = "",
+    dtype: Annotated[str, typer.Option(help="ad hoc: bf16,fp32")] = "",
     mask: Annotated[str, typer.Option(help="ad hoc: full,causal,window1024, ...")] = "",
     causal: Annotated[str, typer.Option(help="ad hoc: yes, no or both; short for --mask")] = "",
     rounds: Annotated[int, typer.Option(help="turns of each provider; by default the suite's, or 10, in 6 s")] = 0,
@@ -145,25 +169,25 @@ def bench(
         flags = {"dim": dim, "seqlen": seqlen, "heads": heads, "dtype": dtype, "mask": mask, "causal": causal}
         chosen = adhoc.suite(suite, quick, where, batch, {k: v for k, v in flags.items() if v})
         chosen = adhoc.narrow(chosen, providers, modes)
-        target = results_folder() if record else out
         lead = chosen.lead_ms if lead_ms is None else lead_ms
         budget = Budget(rounds, turn_ms, lead, max_s=float("inf")) if rounds else Budget(chosen.rounds, turn_ms, lead)
-        _bench(chosen, where, budget, (check, plot, record), target, max_seconds)
+        into = target(out, record)
+        _bench(chosen, where, budget, (check, plot), (out, into), max_seconds)
 
 
 def _bench(
-    suite: Suite, device: torch.device, budget: Any, flags: tuple[bool, bool, bool], out: Path, max_seconds: float
-) -> None:
+    suite: Suite, device: torch.device, budget: Any, flags: tuple[bool, bool], out: tuple[Path, Path | None],
+    max_seconds: float,
+) -> None:  # fmt: skip
     from sartor.lab.measure.bench import Session
     from sartor.lab.measure.records import Run
     from sartor.lab.show import views
 
-    check, plot, record = flags
+    check, plot = flags
     session, console = Session(Run.start(suite.name, device), device, budget, check, max_seconds), views.console()
-    found, files = views.run(console, suite, session, out, plot, record)
-    views.show(console, found, suite, session)
-    console.print("wrote " + ", ".join(str(f) for f in files), highlight=False)
-    console.print(f"again: sartor {' '.join(sys.argv[1:])}", highlight=False)
+    found = views.run(console, suite, session, out[0], plot, out[1])
+    views.show(console, found.records, suite, session)
+    wrote(console, found)
 
 
 @app.command()
@@ -180,6 +204,7 @@ def plot(
 
     with friendly():
         file = records.newest(results_folder() if record else out, suite, device)
+        writable(file.parent, "--record" if record else "--out")
         chosen = adhoc.EMPTY if suite == adhoc.EMPTY.name else suites.load(suite)
         files = views.draw(records.latest(records.read(file)), chosen, file.parent)
         if not files:
@@ -212,7 +237,7 @@ def report(
 def tune(
     out: Annotated[Path, typer.Option(help="table to write or update")] = Path("sm.jsonl"),
     dims: Annotated[str, typer.Option(help="comma-separated; by default multiples of 16 or 32 from 16 to 256")] = "",
-    dtypes: str = "bfloat16",
+    dtypes: Annotated[str, typer.Option(help="comma-separated: bf16,fp16,fp32")] = "bfloat16",
     kernels: Annotated[str, typer.Option(help="comma-separated kernels; by default all that can be tuned")] = "",
     workers: Annotated[int, typer.Option(help="processes that compile")] = 8,
 ) -> None:
@@ -222,20 +247,27 @@ def tune(
 
         from sartor.lab.measure import search
         from sartor.lab.measure.adhoc import number
+        from sartor.lab.workloads.workload import dtype_name
 
+        writable(out.absolute().parent, "--out")
         wanted = [number(d, "dims") for d in dims.split(",")] if dims else search.DIMS
         names = kernels.split(",") if kernels else search.KERNELS
-        for flag, given, known in (("kernels", names, search.KERNELS), ("dtypes", dtypes.split(","), search.DTYPES)):
+        wide = [dtype_name(d) for d in dtypes.split(",")]
+        for flag, given, known in (("kernels", names, search.KERNELS), ("dtypes", wide, search.DTYPES)):
             if set(given) - set(known):
                 raise ValueError(f"--{flag} must be among {', '.join(known)}, got {','.join(given)!r}")
         if not torch.cuda.is_available():
             raise ValueError("tune needs an NVIDIA GPU, none is here")
-        found = {}
-        for job, trials in search.search(search.jobs(wanted, dtypes.split(","), names), workers, typer.echo):
-            found[job] = trials[0]
-            typer.echo(f"  {trials[0].tile}: {job.tflop / trials[0].ms * 1e3:.0f} TFLOP/s")
+        found, whole = {}, False
+        with suppress(KeyboardInterrupt):
+            for job, trials in search.search(search.jobs(wanted, wide, names), workers, typer.echo):
+                found[job] = trials[0]
+                typer.echo(f"  {trials[0].tile}: {job.tflop / trials[0].ms * 1e3:.0f} TFLOP/s")
+            whole = True
         search.write(search.rows(found), out)
-    typer.echo(f"wrote {out}; the tables that come with sartor are src/sartor/tuning/data/sm<arch>.jsonl")
+    done = "" if whole else "interrupted: what was found by then is kept; "
+    typer.echo(f"{done}wrote {out}; the tables that come with sartor are src/sartor/tuning/data/sm<arch>.jsonl")
+    raise typer.Exit(0 if whole else INTERRUPTED)
 
 
 @app.command()
@@ -253,6 +285,7 @@ def verify(
                 typer.echo(f"{found.fingerprint} {name}: {found.plan}")
             return
         results = results_folder()
+        writable(out or results, "--out")
         evidence = verification.verify(results.parents[1], out or results, device_of(device), typer.echo)
     words = ("passed", "failed", "skipped", "over_budget", "seconds")
     typer.echo(", ".join(f"{w.replace('_', ' ')} {evidence[w]}" for w in words))
@@ -290,6 +323,5 @@ def refresh(
         if show:
             for stage in wanted:
                 typer.echo(f"{stage.seconds:5.0f} s  {stage}")
-            return
-        whole = refreshing.run(wanted, limit, typer.echo)
+        whole = not wanted if show else refreshing.run(wanted, limit, typer.echo)
     raise typer.Exit(0 if whole else 1)

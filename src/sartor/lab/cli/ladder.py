@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sartor.lab.cli.flags import DeviceFlag, OutFlag, RecordFlag, device_of, friendly, results_folder
+from sartor.lab.cli.flags import DTYPE_HELP, DeviceFlag, OutFlag, RecordFlag, device_of, friendly, target, wrote
 
 ladder = typer.Typer(invoke_without_command=True, help="From a naive kernel to the product kernels, rung by rung.")
 
@@ -44,12 +43,11 @@ def climb(
             return
         suite = suites.load("ladder-quick" if quick else "ladder")
         session = Session(Run.start(suite.name, where), where, Budget(rounds or (4 if quick else 10)))
-        folder = results_folder() if record else out
-        found, files = views.run(console, suite, session, folder, True, record)
-        for table in [*made.tables(found), *(made.sweep(name, found) for name in made.SWEEPS if not quick)]:
+        found = views.run(console, suite, session, out, True, target(out, record))
+        sweeps = (made.sweep(name, found.records) for name in made.SWEEPS if not (quick or found.interrupted))
+        for table in [*made.tables(found.records), *sweeps]:
             console.print(table.rich())
-    console.print("wrote " + ", ".join(str(f) for f in files), highlight=False)
-    console.print(f"again: sartor {' '.join(sys.argv[1:])}", highlight=False)
+        wrote(console, found)
 
 
 def _compile_all(console: Any) -> None:
@@ -78,7 +76,7 @@ def run(
     batch: int = 1,
     heads: int = 8,
     dim: Dim = 0,
-    dtype: Annotated[str, typer.Option(help="by default the first that the rung takes")] = "",
+    dtype: Annotated[str, typer.Option(help=f"by default the first that the rung takes; {DTYPE_HELP}")] = "",
     causal: Causal = False,
     device: DeviceFlag = "",
 ) -> None:
@@ -151,6 +149,7 @@ def profile(
 
     console = views.console()
     with friendly():
+        into = target(out, record) or out
         names = [profiles.provider(t) for t in targets or [rung.number for rung in catalogue.load()]]
         why = profiles.missing()
         if why:
@@ -164,7 +163,7 @@ def profile(
             return
         run = Run.start(profiles.SUITE, torch.device("cuda"))
         found = profiles.measure([(name, profiles.workload(name)) for name in names], run)
-        path = profiles.save(found, results_folder() if record else out, run, record)
+        path = profiles.save(found, into, run, record)
     for table in counters.side_by_side(found):
         console.print(table.rich())
     console.print(f"wrote {path}", highlight=False)

@@ -195,11 +195,14 @@ def _kept(stage: Stage, limit_s: float) -> str:
     """Run a command; nothing, or what went wrong, and then the records are what they were."""
     files = (stage.file, stage.file.with_suffix(".csv")) if stage.arguments[0] != "verify" else ()
     before = {file: file.read_bytes() for file in files if file.is_file()}
-    outcome = _outcome(stage, limit_s)
-    for file in files if outcome else ():
-        file.unlink(missing_ok=True)
-        if file in before:
-            file.write_bytes(before[file])
+    outcome = "interrupted"
+    try:
+        outcome = _outcome(stage, limit_s)
+    finally:
+        for file in files if outcome else ():
+            file.unlink(missing_ok=True)
+            if file in before:
+                file.write_bytes(before[file])
     return outcome
 
 
@@ -213,5 +216,8 @@ def _outcome(stage: Stage, limit_s: float) -> str:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return "stopped"
+        except KeyboardInterrupt:  # which the terminal sends to this process only
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     last = " ".join(said.strip().splitlines()[-1:])
     return f"failed (exit code {process.returncode} {last})" if process.returncode else ""

@@ -10,7 +10,7 @@ from sartor.errors import Unsupported
 from sartor.lab.ladder import rung as rungs
 from sartor.lab.ladder.compiled import build
 from sartor.lab.ladder.rung import Rung
-from sartor.lab.workloads.workload import Workload
+from sartor.lab.workloads.workload import Workload, dtype_name
 
 REFUSALS = (nvrtc.CompileError, ImportError, Unsupported, ValueError)  # of `build`
 
@@ -40,7 +40,7 @@ def workload(rung: Rung, sizes: tuple[int, int, int], dim: int = 0, dtype: str =
     batch, heads, n = sizes
     dim = dim or (64 if 64 in rung.dims else max(rung.dims))
     mask = "causal" if causal else "full"
-    return Workload(batch, heads, heads, n, n, dim, dim, dtype or rung.dtypes[0], mask)
+    return Workload(batch, heads, heads, n, n, dim, dim, dtype_name(dtype) or rung.dtypes[0], mask)
 
 
 def words(rung: Rung) -> str:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 import sartor
 from sartor.device import ARCHITECTURES, Device
-from sartor.lab.measure import providers, roofline
+from sartor.lab.measure import providers, rehearsal, roofline
+from sartor.lab.measure.fingerprint import GPU_KERNELS
+from sartor.lab.measure.rehearsal import Launched
 from sartor.lab.workloads import suites
 from sartor.lab.workloads.suites import Suite
-from sartor.lab.workloads.workload import MODES, Inputs, Workload
+from sartor.lab.workloads.workload import MODES, Inputs, Workload, dtype_name
+from sartor.plan import Explanation
+from sartor.problem import Call
 
-EMPTY = Suite("adhoc", "from the command line", "", (), ("grid",))
+EMPTY = Suite("adhoc", "from the command line", "", (), ("grid", "rates"))
 MASKS = {"yes": "causal", "no": "full", "both": "full,causal"}
 
 
@@ -56,7 +60,7 @@ def _adhoc(device: torch.device, batch: int, flags: dict[str, str]) -> Suite:
         raise ValueError(f"--causal must be yes, no or both, got {texts['causal']!r}")
     who = ("sartor", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient") if gpu else ("sartor", "sdpa", "eager")
     cases = []
-    for dtype in texts["dtype"].split(","):
+    for dtype in map(dtype_name, texts["dtype"].split(",")):
         for mask in masks.split(","):
             for d, dv in (pair(t, "dim") for t in texts["dim"].split(",")):
                 hq, hkv = pair(texts.get("heads") or str(max(1, (2048 if gpu else 256) // d)), "heads")
@@ -85,14 +89,28 @@ def narrow(chosen: Suite, who: str, modes: str) -> Suite:
     return narrowed
 
 
-def walk(batch: int, sizes: tuple[str, str, str], dtype: str, mask: str, kernel: str, device: str) -> Any:
-    """The explanation of one problem; tensors without data, so that any size and any architecture will do."""
+def problem(batch: int, sizes: tuple[str, str, str], dtype: str, mask: str) -> Workload:
+    """One problem, of `heads`, `seqlen` and `dim` in words."""
     (hq, hkv), (sq, skv), (d, dv) = (pair(t, f) for t, f in zip(sizes, ("heads", "seqlen", "dim"), strict=True))
-    w = Workload(batch, hq, hkv, sq, skv, d, dv, dtype, mask)
+    return Workload(batch, hq, hkv, sq, skv, d, dv, dtype_name(dtype), mask)
+
+
+def walk(w: Workload, kernel: str, device: str) -> Explanation:
+    """The explanation of one problem; tensors without data, so that any size and any architecture will do."""
     x = Inputs.without_data(w)
     found = sartor.explain(x.q, x.k, x.v, kernel=kernel, device=_target(device), **providers.options(w, x))
     words = "" if found.plan is None else roofline.outlook(w, found.plan)
     return replace(found, notes=(*found.notes, f"the forward: {words}")) if words else found
+
+
+def launches(w: Workload, kernel: str, found: Explanation) -> Iterator[tuple[str, Launched]]:
+    """The launches of an explained problem, forward then backward, as (pass, launch); they are compiled for that."""
+    for mode, plan in (("fwd", found.plan), ("bwd", found.backward)):
+        if found.plan is not None and plan is not None and plan.kernel.name.startswith(GPU_KERNELS):
+            one = replace(w, mode=mode)
+            x = Inputs.without_data(one)
+            call = Call(x.q, x.k, x.v, kernel=kernel, **providers.options(one, x))
+            yield from ((mode, step) for step in rehearsal.launches(call, found.plan, found.backward, mode))
 
 
 def _target(name: str) -> Device:

@@ -13,6 +13,7 @@ import torch
 from sartor.device import Device
 from sartor.lab.ladder import catalogue as ladder
 from sartor.lab.measure import ablation, accuracy, fingerprint, fresh, providers, roofline
+from sartor.lab.measure.contention import Contention
 from sartor.lab.measure.memory import peak_mib
 from sartor.lab.measure.planned import plan_of
 from sartor.lab.measure.records import Record, Run, sm_clock_mhz
@@ -76,14 +77,14 @@ class Session:
             if run is not None:
                 runs[name] = run
         del judge
-        before = sm_clock_mhz(self.device)
+        before, others = sm_clock_mhz(self.device), Contention.watch(self.device)
         timings = interleave(runs, self.device, self.budget, cold_l2=w.mode == "decode")
-        after = sm_clock_mhz(self.device)
+        after, taken = sm_clock_mhz(self.device), others.share()
         for name, timing in timings.items():
             record = records[name]
             record.ms, record.ms_p20, record.ms_p80 = timing.ms, timing.at(0.2), timing.at(0.8)
             record.host_us = timing.host_us
-            record.clock_mhz_before, record.clock_mhz_after = before, after
+            record.clock_mhz_before, record.clock_mhz_after, record.contention = before, after, taken
             _rates(record, w, self.ceilings)
         del runs, x
         _release(self.device)

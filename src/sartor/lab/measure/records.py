@@ -73,6 +73,7 @@ class Record:
     errors: dict[str, float] | None = None
     disk_call_s: float | None = None
     import_s: float | None = None
+    contention: float | None = None
 
     @classmethod
     def of(cls, run: Run, provider: str, w: Workload) -> Record:
@@ -158,6 +159,11 @@ class Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.run = run
 
+    @property
+    def files(self) -> list[Path]:
+        """Of the records, and of the CSV."""
+        return [self.path, self.path.with_suffix(".csv")]
+
     def add(self, records: Iterable[Record]) -> None:
         """Append, at once: an interrupted run keeps what it has measured."""
         with self.path.open("a", encoding="utf-8") as file:
@@ -174,6 +180,17 @@ class Store:
             records = [r for r in records if r.run_id in kept]
             self.path.write_text("".join(r.to_json() + "\n" for r in records), encoding="utf-8")
         write_csv(self.path.with_suffix(".csv"), records)
+
+    def withdraw(self, out: Path) -> Store:
+        """This run's records, moved to another folder: those of a part would stand for those of the whole."""
+        records = read(self.path)
+        moved = Store(out, self.run)
+        moved.add(r for r in records if r.run_id == self.run.run_id)
+        left = [r for r in records if r.run_id != self.run.run_id]
+        self.path.write_text("".join(r.to_json() + "\n" for r in left), encoding="utf-8")
+        if not left:
+            self.path.unlink()
+        return moved
 
 
 def write_csv(path: Path, records: Iterable[Record]) -> None:

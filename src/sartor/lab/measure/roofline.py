@@ -17,6 +17,7 @@ from sartor.lab.workloads.workload import Workload
 from sartor.problem import mask_class
 from sartor.tuning import table
 
+PRODUCT = {"cuda": 8192, "cpu": 1024}  # rows and columns of the matrix product
 SPLIT = 3  # float32 accuracy from 16-bit tensor cores takes three products, hi*hi + hi*lo + lo*hi
 
 
@@ -41,7 +42,7 @@ def measure(device: torch.device, dtypes: list[str]) -> Ceilings:
     For float32 on a GPU the ceiling is a third of the float16 rate where that is above the plain float32 product's;
     the latter, which float32 units without tensor cores are held against, is kept as `float32 plain`.
     """
-    n, copy_bytes = (8192, 1 << 30) if device.type == "cuda" else (1024, 1 << 27)
+    n, copy_bytes = PRODUCT[device.type], 1 << (30 if device.type == "cuda" else 27)
     if device.type == "cuda" and "float32" in dtypes:
         dtypes = [*dtypes, "float16"]
     tflops = {}

@@ -205,7 +205,9 @@ def rows(found: dict[Job, Trial]) -> list[str]:
         if job.launch == "dq":
             continue
         if job.launch == "dkdv":
-            other = found[replace(job, launch="dq")]
+            other = found.get(replace(job, launch="dq"))
+            if other is None:  # the search was ended between the two
+                continue
             tiles, spills, ms = [best.tile, other.tile], best.spills + other.spills, best.ms + other.ms
         bits = getattr(torch, job.dtype).itemsize * 8
         numbers = [n for t in tiles for n in (t.block_m, t.block_n, t.warps, t.stages)]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from sartor.lab.ladder import catalogue as ladder
 from sartor.lab.ladder.rung import Rung
 from sartor.lab.measure.records import CEILINGS, Record
-from sartor.lab.show import counters, plots
+from sartor.lab.show import counters, curves, names, plots
 from sartor.lab.show.table import NONE, Pivot, Table, number
-from sartor.lab.show.tables import skipped
+from sartor.lab.show.tables import noted, skipped
 
 LAST = ("sdpa-efficient", "rung:05", "rung:06", "rung:08")  # measured at every length of the float32 problem
 Problem = Callable[[Record], bool]
@@ -52,7 +53,7 @@ def tables(records: list[Record]) -> list[Table]:
 
 def outdated(records: list[Record], covered: Callable[[Record], bool]) -> list[str]:
     """A sentence on the rungs whose records are not `covered` by evidence, if there are any."""
-    old = {r.provider for r in records if _number(r) and not covered(r)}
+    old = {names.provider(r.provider) for r in records if _number(r) and not covered(r)}
     return [f"Unverified, as measured from other sources than today's: {', '.join(sorted(old))}."] if old else []
 
 
@@ -60,8 +61,8 @@ def sweep(name: str, records: list[Record]) -> Table:
     """Time and rate by length, and the share of SDPA's rate."""
     pivot = Pivot.of([r for r in _measured(records) if SWEEPS[name](r)])
     baseline = BASELINES[next(iter(pivot.rows[0].values())).dtype] if pivot.rows else ""
-    headers = ["N", *pivot.providers]
-    made = Table(f"ms / TFLOP/s (speed, of {baseline}); {pivot.constant}", headers, [])
+    headers, beside = ["N", *map(names.provider, pivot.providers)], names.provider(baseline)
+    made = Table(f"ms / TFLOP/s (speed, of {beside}); {pivot.constant}", headers, [])
     reasons = dict[str, None]()
     for cells in sorted(pivot.rows, key=lambda cells: next(iter(cells.values())).seqlen_q):
         base, row = cells.get(baseline), [str(next(iter(cells.values())).seqlen_q)]
@@ -69,7 +70,7 @@ def sweep(name: str, records: list[Record]) -> Table:
             r = cells.get(provider)
             row.append(NONE if r is None else _rate(r, base) if r.ms else skipped(r, reasons))
         made.rows.append(row)
-    made.notes += list(reasons)
+    made.notes += noted(reasons)
     return made
 
 
@@ -84,25 +85,26 @@ def one(rung: Rung, records: list[Record]) -> Table:
         for r in group:
             if r.provider == rung.provider:
                 made.rows.append([_problem(r), *_figures(r, group, records, reasons), _error(r)])
-    made.notes = list(reasons)
+    made.notes = noted(reasons)
     return made
 
 
 def _table(group: list[Record], records: list[Record]) -> Table:
     first, (peak, what) = group[0], _ceiling(group[0].dtype, records)
+    base = names.provider(BASELINES[first.dtype])
     made = Table(
-        f"{_problem(first)}, full; SDPA is {BASELINES[first.dtype]}; the ceiling is {what}, {number(peak)} TFLOP/s",
+        f"{_problem(first)}, full; SDPA is {base}; the ceiling is {what}, {number(peak)} TFLOP/s",
         ["rung", "ms", "TFLOP/s", "of SDPA", "of the ceiling", "vs the rung before", "claimed by its source"], [],
         words=("claimed by its source",),
     )  # fmt: skip
     reasons = dict[str, None]()
     for r in sorted(group, key=_number):
         if not _number(r):
-            made.rows.append([r.provider, *_figures(r, group, records, reasons), NONE])
+            made.rows.append([names.provider(r.provider), *_figures(r, group, records, reasons), NONE])
             continue
-        rung = ladder.find(_number(r))
-        made.rows.append([f"{rung.number} {rung.title}", *_figures(r, group, records, reasons), rung.claim])
-    made.notes = list(reasons)
+        claim = ladder.find(_number(r)).claim
+        made.rows.append([names.title(r.provider), *_figures(r, group, records, reasons), claim])
+    made.notes = noted(reasons)
     return made
 
 
@@ -151,7 +153,7 @@ def _problem(r: Record) -> str:
 
 
 def plot(records: list[Record], folder: Path) -> list[Path]:
-    """TFLOP/s from rung to rung on a log axis, a panel for each problem, with SDPA and the ceiling as lines.
+    """TFLOP/s from rung to rung on a log axis, a panel for each problem, with SDPA and the matrix product among them.
 
     Where several lengths were measured, latency against length too, and memory for the small problem.
     """
@@ -161,48 +163,55 @@ def plot(records: list[Record], folder: Path) -> list[Path]:
     groups = [sorted((r for r in g), key=_number) for g in groups if any(_number(r) for r in g)]
     if not groups:
         return []
-    widths = [1 + sum(bool(_number(r)) for r in g) for g in groups]
-    size = (0.72 * sum(widths) + 2.5, 4.6)
-    figure, axes = plt.subplots(1, len(groups), figsize=size, squeeze=False, width_ratios=widths)
+    rows = [len(g) + 1 for g in groups]
+    size = (plots.WIDTH, 0.19 * sum(rows) + 0.4 * len(groups) + 0.3)
+    figure, axes = plt.subplots(len(groups), 1, figsize=size, squeeze=False, height_ratios=rows, sharex=True)
     for axis, group in zip(axes.flat, groups, strict=True):
         _panel(axis, group, records)
-    axes.flat[0].set_ylabel("TFLOP/s")
-    files = [plots.save(figure, folder, f"{records[-1].suite}-climb", records)]
+    axes.flat[-1].set_xlabel("useful TFLOP/s")
+    drawn, title = (
+        [r for g in groups for r in g],
+        f"The ladder: useful TFLOP/s of the forward, rung by rung ({plots.MOST})",
+    )
+    files = [plots.save(figure, folder, f"{records[-1].suite}-climb", drawn, title)]
     swept = [r for r in records if r.ms and any(fits(r) for fits in SWEEPS.values())]
     warp = [r for r in swept if SWEEPS["warp-lengths"](r)]
-    return files + plots.latency(swept, folder) + plots.memory(warp, folder)
+    return files + curves.latency(swept, folder) + curves.memory(warp, folder)
 
 
 def _panel(axis: Any, group: list[Record], records: list[Record]) -> None:
-    from matplotlib.ticker import LogLocator
+    """A line for each rung, and dashed ones for what it is held against, sorted by their rates, above."""
+    from matplotlib.patheffects import withStroke
 
-    steps = [r for r in group if _number(r)]
-    x, y = range(len(steps)), [r.tflops or 0 for r in steps]
-    red = plots.COLOURS["sartor"]
-    axis.scatter(x, y, color=red, s=36)
-    for i, value in zip(x, y, strict=True):
-        if i and ladder.find(_number(steps[i])).before == _number(steps[i - 1]):
-            axis.plot([i - 1, i], [y[i - 1], value], color=red, linewidth=2)
-        axis.annotate(number(value), (i, value), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=8)
-    lines: dict[str, tuple[float | None, str]] = {
-        r.provider: (r.tflops, plots.COLOURS.get(r.provider, "#333333")) for r in group if not _number(r)
-    }
-    lines["matrix product"] = (_ceiling(group[0].dtype, records)[0], "#555555")
-    drawn = [(rate, name, colour) for name, (rate, colour) in lines.items() if rate]
-    above = float("inf")
-    for rate, name, colour in sorted(drawn, reverse=True):
-        axis.axhline(rate, color=colour, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
-        # clear of the first point, and of the name of a line close above
-        side, end = ("right", len(steps) - 0.55) if 0.8 < rate / y[0] < 1.25 else ("left", -0.45)
-        up, lift = ("top", -2) if rate > 0.85 * above else ("bottom", 2)
-        axis.annotate(f"{name} {number(rate)}", (end, rate), xytext=(0, lift), textcoords="offset points", ha=side,
-                      va=up, fontsize=7.5, color=colour)  # fmt: skip
-        above = rate
-    axis.set_yscale("log")
-    axis.set_xlim(-0.5, len(steps) - 0.5)
-    axis.set_xticks(x, [_number(r) for r in steps])
-    axis.set_xlabel("rung")
-    axis.set_title(_problem(group[0]).replace(", ", "\n"))
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    peak, what = _product(group[0].dtype, records)
+    held = [(r.tflops or 0.0, names.provider(r.provider), names.look(r.provider, [])) for r in group if not _number(r)]
+    held += [(peak, what, names.Look(what, plots.GREY, "d"))] if peak else []
+    steps = [(r.tflops or 0.0, names.title(r.provider), names.PROVIDERS["sartor"]) for r in group if _number(r)]
+    rows = [*sorted(held, key=lambda row: row[0], reverse=True), *steps]
+    for i, (rate, _, look) in enumerate(rows):
+        if i < len(held):
+            axis.axvline(rate, color=look.colour, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+        axis.scatter(rate, i, color=look.colour, marker=look.marker, s=34, zorder=3)
+        axis.annotate(number(rate), (rate, i), xytext=(6, 2), textcoords="offset points", va="center", fontsize=8,
+                      zorder=4, path_effects=[withStroke(linewidth=2.5, foreground="white")])  # fmt: skip
+    numbered = [_number(r) for r in group if _number(r)]
+    for i, (below, above) in enumerate(pairwise(numbered), len(held)):
+        if ladder.find(above).before == below:
+            axis.plot([rows[i][0], rows[i + 1][0]], [i, i + 1], color=rows[i][2].colour, linewidth=1.8, zorder=2)
+    axis.set_yticks(range(len(rows)), [name for _, name, _ in rows])
+    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(len(rows) - 0.5, -0.7)
+    axis.grid(visible=False, axis="y")
+    axis.set_xscale("log")
+    axis.set_xlim(0.4, 1600)
+    axis.set_xticks([0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.minorticks_off()
+    axis.set_title(_problem(group[0]))
+
+
+def _product(dtype: str, records: list[Record]) -> tuple[float | None, str]:
+    """The ceiling of a problem, for a picture."""
+    wanted, ceilings = PLAIN if dtype == "float32" else dtype, [r for r in records if r.mode == CEILINGS]
+    found = [r for r in ceilings if r.dtype == wanted]
+    return (found[-1].tflops, plots.product(found[-1], ceilings)) if found else (None, "")

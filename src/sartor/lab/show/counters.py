@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from sartor.lab.measure.profile import Counts
 from sartor.lab.measure.records import Record
+from sartor.lab.show import names
 from sartor.lab.show.table import NONE, Table, number
 
 
@@ -49,7 +50,7 @@ def table(records: list[Record], title: str = "What Nsight Compute counts") -> T
     made = Table(title, ["", "ms", *COLUMNS], [], words=("top stalls",))
     for r in records:
         cells = [number(r.ms), *(show(r.counters) for show in COLUMNS.values())] if r.counters else [r.skipped or NONE]
-        made.rows.append([r.provider, *cells, *[NONE] * (1 + len(COLUMNS) - len(cells))])
+        made.rows.append([names.provider(r.provider), *cells, *[NONE] * (1 + len(COLUMNS) - len(cells))])
     return made
 
 
@@ -64,6 +65,6 @@ def side_by_side(records: list[Record], at_once: int = 5) -> list[Table]:
         ]
         tops = [[f"{s} {number(v)}" for s, v in stalls(r.counters or {})[:3]] for r in some]
         rows += [["top stalls" if not i else "", *row] for i, row in enumerate(zip(*tops, strict=True))]
-        notes = [f"{r.provider}: {r.skipped}" for r in records[first : first + at_once] if r.skipped]
-        made.append(Table("What Nsight Compute counts", ["", *(r.provider for r in some)], rows, notes))
+        notes = [f"{names.provider(r.provider)}: {r.skipped}" for r in records[first : first + at_once] if r.skipped]
+        made.append(Table("What Nsight Compute counts", ["", *(names.provider(r.provider) for r in some)], rows, notes))
     return made

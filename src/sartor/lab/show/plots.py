@@ -1,37 +1,34 @@
-"""PNG plots made of records. A provider has one colour everywhere; every axis says its unit."""
+"""What all pictures share: the style, a head that names the problem, ticks; and the bars.
+
+A picture is as wide as a README shows it, so that its text keeps its size. It says by itself what it shows: a title,
+the problem that all of it has in common, the device, and from which records it was drawn.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sartor.lab.measure.records import CEILINGS, Record
+from sartor.lab.measure.roofline import PRODUCT
+from sartor.lab.show import names
+from sartor.lab.show.table import number
 
-COLOURS = {
-    "sartor": "#d6294b", "eager": "#8c8c8c", "sdpa-math": "#b08d57", "sdpa": "#3b6fb6", "sdpa-flash": "#2a9d8f",
-    "tf32": "#4a9ac7", "sdpa-cudnn": "#5a4fcf", "sdpa-efficient": "#e39b2d", "flex": "#7a3b8f",
-}  # fmt: skip
-VARIANTS = ["#f08a9d", "#8f1330", "#f4b6a6", "#5e0d20", "#c7527f"]  # `sartor:<kernel>`, rungs, in order of appearance
+WIDTH = 8.3  # inches; of 100 pixels a README shows about as many
+GREY = "#555555"
 STYLE: dict[Any, Any] = {
-    "font.size": 10, "font.family": "DejaVu Sans", "axes.titlesize": 10.5, "axes.titleweight": "bold",
+    "font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 9, "axes.titleweight": "bold",
     "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888",
-    "axes.labelcolor": "#333333", "xtick.color": "#444444", "ytick.color": "#444444", "axes.grid": True,
+    "axes.labelcolor": "#333333", "xtick.color": "#333333", "ytick.color": "#333333", "axes.grid": True,
     "grid.color": "#e4e4e4", "grid.linewidth": 0.7, "axes.axisbelow": True, "legend.frameon": False,
-    "savefig.dpi": 160, "figure.constrained_layout.use": True,
+    "lines.scale_dashes": False, "savefig.dpi": 200, "figure.constrained_layout.use": True,
 }  # fmt: skip
+MOST, LEAST = "more is better", "less is better"
+FEWEST = 3  # points of a panel: of fewer a table says more
 
 
-def colour(provider: str, seen: list[str]) -> str:
-    """The colour of a provider; `seen` are all the providers of the plot, in order."""
-    if ":" in provider:
-        variants = [name for name in seen if ":" in name]
-        return VARIANTS[variants.index(provider) % len(VARIANTS)]
-    return COLOURS.get(provider, "#333333")
-
-
-def _panels(records: list[Record], keys: Callable[[Record], tuple[Any, ...]]) -> dict[tuple[Any, ...], list[Record]]:
+def panels(records: list[Record], keys: Callable[[Record], tuple[Any, ...]]) -> dict[tuple[Any, ...], list[Record]]:
     """Records by what a panel shows, those of the forward first."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for r in sorted(records, key=lambda r: r.mode != "fwd"):
@@ -40,230 +37,216 @@ def _panels(records: list[Record], keys: Callable[[Record], tuple[Any, ...]]) ->
     return groups
 
 
-def _providers(records: list[Record]) -> list[str]:
+def providers(records: list[Record]) -> list[str]:
+    """Those that measured anything, ours first."""
     found = list(dict.fromkeys(r.provider for r in records if r.ms is not None))
     return sorted(found, key=lambda name: (not name.startswith("sartor"), ":" in name))
 
 
-def latency(records: list[Record], folder: Path) -> list[Path]:
-    """Milliseconds against length, log-log, with the quadratic slope that all the arithmetic has."""
-    return _curves(records, folder, "latency", "ms", "time per call (ms)", slopes=(2,))
+def problem(records: list[Record]) -> str:
+    """What all records have in common: `B=4 H=16 D=128, bfloat16, causal, NVIDIA H200`."""
+    sizes: dict[str, set[Any]] = {
+        "B": {r.batch for r in records}, "H": {_heads(r) for r in records}, "N": {_lengths(r) for r in records},
+        "D": {str(r.dim) if r.dim == r.dim_v else f"{r.dim}/{r.dim_v}" for r in records},
+    }  # fmt: skip
+    said = [" ".join(f"{x}={next(iter(found))}" for x, found in sizes.items() if len(found) == 1)]
+    products = {"B×N": {r.batch * r.seqlen_kv for r in records}, "H×D": {r.heads_q * r.dim for r in records}}
+    said += [
+        f"{x}={next(iter(found))}" for x, found in products.items()
+        if len(found) == 1 and all(len(sizes[letter]) > 1 for letter in x.split("×"))
+    ]  # fmt: skip
+    shared = [{r.dtype for r in records}, {names.mask(r.mask) for r in records}]
+    words = [next(iter(found)) for found in shared if len(found) == 1]
+    return ", ".join(filter(None, [*said, *words, names.device(records[-1].device)]))
 
 
-def memory(records: list[Record], folder: Path) -> list[Path]:
-    """Peak extra MiB against length, log-log, with linear and quadratic guides."""
-    return _curves(records, folder, "memory", "peak_mem_mib", "peak extra memory (MiB)", slopes=(1, 2))
+def panel(group: list[Record], drawn: list[Record]) -> str:
+    """What all of a panel has in common, and not all of the picture."""
+    r = group[0]
+    told = {"dtype": r.dtype, "mask": names.mask(r.mask), "batch": f"B={r.batch}", "heads_q": f"H={r.heads_q}",
+            "dim": f"D={r.dim}", "data": r.data}  # fmt: skip
+    own = [k for k in told if len({getattr(x, k) for x in group}) == 1 < len({getattr(x, k) for x in drawn})]
+    return ", ".join([names.MODES[r.mode], *(told[k] for k in own)])
 
 
-def rates(records: list[Record], folder: Path) -> list[Path]:
-    """TFLOP/s against length, log-log."""
-    return _curves(records, folder, "rates", "tflops", "TFLOP/s of useful work", slopes=())
+def _heads(r: Record) -> str:
+    return str(r.heads_q) if r.heads_q == r.heads_kv else f"{r.heads_q}/{r.heads_kv}"
 
 
-def errors(records: list[Record], folder: Path) -> list[Path]:
-    """Relative error against length, log-log; left out where the answer is 0, as gradients are of a single key."""
-    told = [r for r in records if r.err_rel is not None and r.err_rel < 1]
-    return _curves(told, folder, "errors", "err_rel", "relative error against float64", slopes=())
+def _lengths(r: Record) -> str:
+    return str(r.seqlen_q) if r.seqlen_q == r.seqlen_kv else f"{r.seqlen_q}/{r.seqlen_kv}"
 
 
-def _curves(
-    records: list[Record], folder: Path, name: str, key: str, label: str, slopes: tuple[int, ...]
-) -> list[Path]:
-    panels = _panels(records, lambda r: (r.mode, r.dtype, r.mask, r.batch, r.heads_q, r.dim, r.data))
-    panels = {k: v for k, v in panels.items() if len({r.seqlen_kv for r in v}) > 1}
-    if not panels:
-        return []
-    columns = min(3, len(panels))
-    figure, axes = _subplots(len(panels), columns, (4.6, 3.9), (0.9, 0.0))
-    for i, (axis, ((mode, dtype, mask, b, h, d, _), found)) in enumerate(zip(axes.flat, panels.items(), strict=False)):
-        _curve_panel(axis, found, key, slopes)
-        axis.set_title(f"{_mode(mode)}, {mask}, {dtype}\nB={b} H={h} D={d}")
-        axis.set_xlabel("sequence length" if all(r.seqlen_q == r.seqlen_kv for r in found) else "keys")
-        if i % columns == 0:
-            axis.set_ylabel(label)
-    return [save(figure, folder, f"{records[-1].suite}-{name}", records)]
-
-
-def _subplots(
-    count: int, columns: int, size: tuple[float, float], margin: tuple[float, float], **options: Any
-) -> tuple[Any, Any]:
-    """A figure and its axes, row by row, as many as there are panels; the rest are not seen. Sizes are in inches."""
+def subplots(count: int, columns: int, height: float, **options: Any) -> tuple[Any, Any]:
+    """A figure and its axes, row by row, as many as there are panels; the rest are not seen. `height` is a row's."""
     import matplotlib.pyplot as plt
 
     rows = -(-count // columns)
-    figsize = size[0] * columns + margin[0], size[1] * rows + margin[1]
-    figure, axes = plt.subplots(rows, columns, figsize=figsize, squeeze=False, **options)
+    figure, axes = plt.subplots(rows, columns, figsize=(WIDTH, height * rows), squeeze=False, **options)
     for axis in axes.flat[count:]:
         axis.set_visible(False)
     return figure, axes
 
 
-def _label_rates(axis: Any) -> None:
-    """Figures at the powers of ten of a log axis, and between them where it spans few."""
+def plain_rates(axis: Any) -> None:
+    """Plain figures at the powers of ten of a log axis, and between them where it spans few."""
     from matplotlib.ticker import LogLocator
 
     low, high = axis.get_ylim()
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 50 * low else (1,)))
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-
-
-def _curve_panel(axis: Any, records: list[Record], key: str, slopes: tuple[int, ...]) -> None:
-    seen = _providers(records)
-    ends: list[tuple[float, float, str]] = []
-    for provider in seen:
-        points = sorted((r.seqlen_kv, getattr(r, key)) for r in records if r.provider == provider and getattr(r, key))
-        if not points:
-            continue
-        x, y = zip(*points, strict=True)
-        width = 2.4 if provider == "sartor" else 1.5
-        axis.plot(x, y, marker="o", markersize=3.6, linewidth=width, color=colour(provider, seen),
-                  zorder=4 if provider == "sartor" else 3)  # fmt: skip
-        ends.append((x[-1], y[-1], provider))
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    lengths = sorted({r.seqlen_kv for r in records})
-    axis.set_xticks(lengths, _labels(lengths))
+    axis.yaxis.set_major_formatter(lambda value, _: power(value))
     axis.minorticks_off()
-    _label_rates(axis)
-    _label_ends(axis, ends, seen, lengths)
-    _guides(axis, slopes, lengths)
 
 
-def _label_ends(axis: Any, ends: list[tuple[float, float, str]], seen: list[str], lengths: list[int]) -> None:
-    """Names at the ends of their lines, moved apart where they would overlap; positions are shares of the log axis."""
-    low, high = (math.log10(v) for v in axis.get_ylim())
-    gap, shares = 0.058, list[float]()
-    ends = sorted(ends, key=lambda end: end[1])
-    for _, y, _ in ends:
-        shares.append(max((math.log10(y) - low) / (high - low), shares[-1] + gap if shares else 0.0))
-    for i in reversed(range(len(shares))):
-        shares[i] = min(shares[i], 0.97 - gap * (len(shares) - 1 - i))
-    for share, (_, _, provider) in zip(shares, ends, strict=True):
-        weight = "bold" if provider == "sartor" else "normal"
-        axis.annotate(
-            provider, (1.015, share), xycoords="axes fraction", color=colour(provider, seen), va="center",
-            fontsize=8.5, fontweight=weight, annotation_clip=False,
-        )  # fmt: skip
-    axis.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.1)
-
-
-def _guides(axis: Any, slopes: tuple[int, ...], lengths: list[int]) -> None:
-    """Dashed lines of slope 1 and 2 through the lower left, within the limits that the data set."""
-    limits = axis.get_ylim()
-    for slope in slopes:
-        y = [limits[0] * 1.05 * (n / lengths[0]) ** slope for n in lengths]
-        axis.plot(lengths, y, linestyle=(0, (4, 3)), color="#bbbbbb", linewidth=1, zorder=1)
-        middle = max(1, len([v for v in y if v < limits[1]]) - 2)
-        axis.annotate("O(N)" if slope == 1 else "O(N²)", (lengths[middle], y[middle]), xytext=(3, -10),
-                      textcoords="offset points", color="#999999", fontsize=8)  # fmt: skip
-    axis.set_ylim(limits)
+def power(value: float) -> str:
+    """A figure of a log axis; a power of ten where zeros would have to be counted."""
+    if value < 9e-4:
+        digit, exponent = f"{value:.0e}".split("e")
+        return f"${'' if digit == '1' else digit + '·'}10^{{{int(exponent)}}}$"
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
 def head_dims(records: list[Record], folder: Path) -> list[Path]:
-    """TFLOP/s for each head dim, grouped bars, with the measured matrix-product ceiling as a line."""
-    import matplotlib.pyplot as plt
-
-    panels = _panels(records, lambda r: (r.mode, r.dtype, r.mask))
-    figure, axes = plt.subplots(len(panels), 1, figsize=(11, 3.7 * len(panels)), squeeze=False)
-    for axis, ((mode, dtype, mask), found) in zip(axes.flat, panels.items(), strict=True):
-        _bars(axis, found, [r.dim for r in found])
-        _ceiling(axis, records, found[-1])
-        first = found[0]
-        axis.set_title(f"{_mode(mode)}, {mask}, {dtype}, B={first.batch} H={first.heads_q} N={first.seqlen_q}")
-        axis.set_ylabel("TFLOP/s of useful work")
+    """TFLOP/s for each head dim, grouped bars, a panel for each mode."""
+    groups = panels(records, lambda r: (r.mode, r.dtype, r.mask))
+    figure, axes = subplots(len(groups), 1, 2.6)
+    for axis, found in zip(axes.flat, groups.values(), strict=True):
+        bars(axis, found, [r.dim for r in found])
+        _product(axis, records, found[-1])
+        axis.set_title(panel(found, [r for r in records if r.mode != CEILINGS]))
+        axis.margins(x=0.01)
+        axis.set_ylabel("TFLOP/s")
     axes.flat[-1].set_xlabel("head dim")
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside upper left", ncols=6, fontsize=9.5)
-    return [save(figure, folder, f"{records[-1].suite}-tflops", records)]
+    return [save(figure, folder, f"{records[-1].suite}-tflops", records, f"Useful TFLOP/s by head dim ({MOST})")]
 
 
-def _bars(axis: Any, records: list[Record], groups: list[Any], key: str = "tflops") -> None:
-    seen, places = _providers(records), sorted(set(groups))
+def bars(axis: Any, records: list[Record], groups: list[Any], key: str = "tflops") -> None:
+    """Grouped bars, a group for each of the sorted `groups`, a colour for each provider."""
+    seen, places = providers(records), sorted(set(groups))
     width = 0.82 / max(1, len(seen))
-    for i, provider in enumerate(seen):
-        value = {x: getattr(r, key) or 0 for x, r in zip(groups, records, strict=True) if r.provider == provider}
+    for i, name in enumerate(seen):
+        value = {x: getattr(r, key) or 0 for x, r in zip(groups, records, strict=True) if r.provider == name}
         at = [places.index(x) + (i - (len(seen) - 1) / 2) * width for x in value]
-        axis.bar(at, list(value.values()), width * 0.94, color=colour(provider, seen), label=provider)
+        axis.bar(
+            at, list(value.values()), width * 0.94, color=names.look(name, seen).colour, label=names.provider(name)
+        )
     axis.set_xticks(range(len(places)), [str(x) for x in places])
+    axis.tick_params(axis="x", length=0)
     axis.grid(visible=False, axis="x")
-    axis.set_ylim(0, 1.22 * max((getattr(r, key) or 0 for r in records), default=1) or 1)
+    axis.set_ylim(0, 1.05 * max((getattr(r, key) or 0 for r in records), default=1) or 1)
 
 
 def grid(records: list[Record], folder: Path) -> list[Path]:
-    """TFLOP/s (decode: GB/s) against length, a panel for each head dim and mask, a file for each mode and dtype."""
+    """TFLOP/s (decode: GB/s) against length, a panel for each head dim and mask, a file for each mode and dtype.
+
+    Panels of few lengths are left to the tables, those whose bars would be too short to be seen beside others to the
+    log axis of `rates`.
+    """
     files = []
-    for (mode, dtype), found in _panels(records, lambda r: (r.mode, r.dtype)).items():
-        panels = _panels(found, lambda r: (r.mask, r.dim, r.heads_q, r.heads_kv))
-        key, unit = ("gbps", "GB/s") if mode == "decode" else ("tflops", "TFLOP/s")
-        columns = min(4, len({k[1:] for k in panels}))
-        figure, axes = _subplots(len(panels), columns, (3.9, 3.2), (0.6, 0.5), sharey=True)
-        for axis, ((mask, dim, h, kv), group) in zip(axes.flat, panels.items(), strict=False):
-            places = [(r.seqlen_kv, r.seqlen_q, r.batch if mode == "decode" else 0) for r in group]
-            _bars(axis, group, places, key)
-            axis.set_xticks(range(len(set(places))), [_place(*place) for place in sorted(set(places))])
-            twins = len([k for k in panels if k[:2] == (mask, dim) and k[2] == k[3]])
-            heads = f", heads {h} on {kv}" if h != kv else f", H={h}" if twins > 1 else ""
-            axis.set_title(f"D={dim}, {mask}{heads}")
-        axes.flat[0].set_ylim(0, 1.12 * max(getattr(r, key) or 0 for r in found) or 1)
-        for axis in axes.flat:
-            _ceiling(axis, records, found[-1], key)
-        for axis in axes[:, 0]:
-            axis.set_ylabel(f"{unit}, {_mode(mode)}, {dtype}")
-        for axis in axes[-1]:
-            axis.set_xlabel("keys, for one query" if mode == "decode" else "seqlen")
-        handles, names = axes.flat[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper left", ncols=6, fontsize=9.5)
-        files.append(save(figure, folder, f"{records[-1].suite}-{mode}-{dtype}", found))
+    for (mode, dtype), found in panels(records, lambda r: (r.mode, r.dtype)).items():
+        key, unit = ("gbps", "GB/s") if mode == "decode" else ("tflops", "useful TFLOP/s")
+        groups = panels(found, lambda r: (r.mask, r.dim, r.heads_q, r.heads_kv))
+        groups = {k: v for k, v in groups.items() if len({_place(r) for r in v}) >= FEWEST}
+        least = max((getattr(r, key) or 0 for r in found), default=0) / 50
+        seen = {k: v for k, v in groups.items() if min(getattr(r, key) or least for r in v) >= least}
+        if seen:
+            name, title = f"{records[-1].suite}-{mode}-{dtype}", f"{names.MODES[mode].capitalize()}: {unit} by length"
+            files.append(_grid(records, seen, key, title, folder, name))
     return files
 
 
-def _ceiling(axis: Any, records: list[Record], shown: Record, key: str = "tflops") -> None:
-    """The rate of a matrix product or a copy in the run of what is shown, named at the left, where bars are mostly
-    short; the axis is raised to it when they stay readable."""
-    ceilings = [r for r in records if r.mode == CEILINGS and r.run_id == shown.run_id]
-    peaks = [getattr(r, key) for r in ceilings if r.dtype in (shown.dtype, "") and getattr(r, key)]
-    what = "copy" if key == "gbps" else "matrix product"
+def _grid(
+    records: list[Record], groups: dict[tuple[Any, ...], list[Record]], key: str, title: str, folder: Path, name: str
+) -> Path:
+    drawn = [r for group in groups.values() for r in group]
+    # every mask in a row of its own, where it has as many panels as the others
+    columns = min(3, len({k[1:] for k in groups}))
+    figure, axes = subplots(len(groups), columns, 2.3, sharey=True)
+    for axis, ((mask, dim, h, kv), group) in zip(axes.flat, groups.items(), strict=False):
+        bars(axis, group, [_place(r) for r in group], key)
+        axis.set_xticks(*_ticks(group))
+        twins = [k for k in groups if k[:2] == (mask, dim)]
+        heads = f", H={h}" if len(twins) > 1 else ""
+        axis.set_title(f"D={dim}, {names.mask(mask)}{heads}{f' on {kv}' if h != kv else ''}")
+    axes.flat[0].set_ylim(0, 1.05 * max(getattr(r, key) or 0 for r in drawn) or 1)
+    for axis in axes.flat:
+        _product(axis, records, drawn[-1], key)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("GB/s" if key == "gbps" else "TFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("keys, for one query" if drawn[0].mode == "decode" else "sequence length")
+    return save(figure, folder, name, drawn, f"{title} ({MOST})")
+
+
+def _place(r: Record) -> tuple[int, int, int]:
+    return r.seqlen_kv, r.seqlen_q, r.batch
+
+
+def _ticks(group: list[Record]) -> tuple[range, list[str]]:
+    """Where groups of bars stand, and their names; with the batch where it changes and tokens are not what is kept."""
+    places = sorted({_place(r) for r in group})
+    batches, tokens = {batch for _, _, batch in places}, {batch * n for n, _, batch in places}
+    told = len(batches) > 1 and len(tokens) > 1
+    lengths = [
+        names.length(n) if n == q or q == 1 else f"{names.length(q)}/{names.length(n)}" for n, q, _ in places
+    ]  # fmt: skip
+    return range(len(places)), [f"{n}\nB={p[2]}" if told else n for n, p in zip(lengths, places, strict=True)]
+
+
+def _product(axis: Any, records: list[Record], shown: Record, key: str = "tflops") -> None:
+    """The rate of the matrix product or copy in the run of what is shown: a line behind the bars, for it is no ceiling.
+    The axis is raised to it where bars stay readable."""
+    ceilings = [r for r in records if r.mode == CEILINGS and r.run_id == shown.run_id and getattr(r, key)]
+    found = [r for r in ceilings if r.dtype in (shown.dtype, "")]
     top = axis.get_ylim()[1]
-    if peaks and peaks[-1] < 2.2 * top:
-        axis.set_ylim(0, max(top, peaks[-1] * 1.09))
-        axis.axhline(peaks[-1], color="#555555", linewidth=1, linestyle=(0, (5, 3)), zorder=2)
-        text = f"{what} {peaks[-1]:.0f}" if peaks[-1] >= 10 else f"{what} {peaks[-1]:.3g}"
-        at: Any = ("axes fraction", "data")
-        axis.annotate(text, (0.01, peaks[-1]), xycoords=at, va="bottom", fontsize=8, color="#555555")
+    if not found or getattr(found[-1], key) > 2.2 * top:
+        return
+    rate = getattr(found[-1], key)
+    axis.set_ylim(0, max(top, rate * 1.05))
+    label = f"{product(found[-1], ceilings)}: {number(rate)} {'GB/s' if key == 'gbps' else 'TFLOP/s'}"
+    axis.axhline(rate, color=GREY, linewidth=1.2, linestyle=(0, (5, 3)), zorder=0.5, label=label)
 
 
-def save(figure: Any, folder: Path, name: str, records: list[Record]) -> Path:
-    """Write a figure as PNG, with where its records come from in the corner."""
+def product(r: Record, ceilings: list[Record]) -> str:
+    """What a record of mode `ceilings` measured, in words."""
+    if r.provider == "ceiling-copy":
+        return "copy of a large tensor"
+    if r.device == "cpu":
+        return f"matrix product {PRODUCT['cpu']}³"
+    plain = [x.tflops or 0.0 for x in ceilings if x.dtype == "float32 plain" and x.run_id == r.run_id]
+    if r.dtype == "float32" and plain and plain[0] < (r.tflops or 0.0):
+        return f"a third of cuBLAS {PRODUCT['cuda']}³ in float16 at its power cap"
+    return f"cuBLAS {PRODUCT['cuda']}³ {'in float32' if 'float32' in r.dtype else 'at its power cap'}"
+
+
+def save(
+    figure: Any, folder: Path, name: str, drawn: list[Record], title: str, handles: list[Any] | None = None
+) -> Path:
+    """Write a figure as PNG, under a head (title, problem, legend) and with the records' runs in the corner.
+
+    `handles` are the legend's, by default those of the axes that have the most. Title, problem and runs stand in the
+    file's text fields too.
+    """
     import matplotlib.pyplot as plt
 
-    r, runs = records[-1], ", ".join(dict.fromkeys(x.run_id for x in records if x.mode != CEILINGS))
-    figure.supxlabel(f"{r.device}, torch {r.torch}, run {runs}", fontsize=7.5, color="#999999", ha="left", x=0.01)
+    drawn = [r for r in drawn if r.mode != CEILINGS]
+    if handles is None:
+        handles = max((axis.get_legend_handles_labels()[0] for axis in figure.axes), key=len)
+        handles = sorted(handles, key=lambda handle: hasattr(handle, "get_linestyle"))  # bars before lines
+    rows = -(-len(handles) // 3)
+    head, foot = 0.56 + 0.2 * rows, 0.22
+    height = figure.get_figheight() + head + foot
+    figure.set_figheight(height)
+    figure.get_layout_engine().set(rect=(0, foot / height, 1, 1 - (head + foot) / height))
+    text, source = problem(drawn), ", ".join(dict.fromkeys(r.run_id for r in drawn))
+    figure.text(0.01, 1 - 0.08 / height, title, fontsize=11, fontweight="bold", va="top")
+    figure.text(0.01, 1 - 0.3 / height, text, fontsize=9, color="#333333", va="top")
+    figure.text(0.01, 0.06 / height, f"torch {drawn[-1].torch}, run {source}", fontsize=7, color="#777777")
+    if handles:
+        at = {"loc": "upper left", "bbox_to_anchor": (0.003, 1 - 0.47 / height), "borderaxespad": 0.0}
+        figure.legend(handles=handles, ncols=min(3, len(handles)), fontsize=8.5, columnspacing=1.6, **at)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Title": title, "Description": text, "Source": source})
     plt.close(figure)
     return path
-
-
-def _mode(mode: str) -> str:
-    return {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward + backward"}.get(mode, mode)
-
-
-def _labels(lengths: list[int]) -> list[str]:
-    """Names of lengths on a log axis; none where it would touch the one before."""
-    least, last, names = 0.07 * math.log(lengths[-1] / lengths[0]), 0, list[str]()
-    for n in lengths:
-        apart = not last or math.log(n / last) > least
-        names.append(_length(n) if apart else "")
-        last = n if apart else last
-    return names
-
-
-def _place(seqlen_kv: int, seqlen_q: int, batch: int) -> str:
-    """The name of a group of bars; `batch` where it has one, for decoding."""
-    if batch:
-        return f"{_length(seqlen_kv)}\nbatch {batch}"
-    return _length(seqlen_kv) if seqlen_q == seqlen_kv else f"{_length(seqlen_q)}/{_length(seqlen_kv)}"
-
-
-def _length(n: int) -> str:
-    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)

@@ -10,16 +10,17 @@ from sartor.lab.evidence.evidence import Evidence
 from sartor.lab.measure import ablation, profile
 from sartor.lab.measure import records as store
 from sartor.lab.measure.records import CEILINGS, Record
-from sartor.lab.show import climb, tables
+from sartor.lab.show import climb, ranks, tables
 from sartor.lab.show.table import Table
 from sartor.lab.workloads import suites
 from sartor.lab.workloads.workload import MODES
 
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 VIEWS = (
-    "fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host", "first", "visited", "changes"
+    "fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host", "first", "visited", "changes",
+    "ranks", "traffic",
 )  # fmt: skip
-FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md")
+FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md", "docs/distributed.md")
 
 
 def render(name: str, results: Path) -> str:
@@ -42,7 +43,7 @@ def render(name: str, results: Path) -> str:
     none = bool(ours) and not any(ours)  # then it is said once, not in each cell
     table, marks = _table(view, suite, chosen, lambda r: (none and r.provider == "sartor") or evidence.covers(r))
     if none or not (marks or all(map(evidence.covers, chosen))):
-        part = "These figures of sartor are" if none else "Some of these figures of sartor are"
+        part = "These figures of Sartor are" if none else "Some of these figures of Sartor are"
         table.notes.append(
             f"{part} unverified: what ran is not what passed the GPU tests, by the fingerprint of its launches."
         )
@@ -61,6 +62,8 @@ def _table(view: str, suite: str, chosen: list[Record], verified: tables.Verifie
         "visited": lambda: tables.visited(chosen, baseline),
         "changes": lambda: tables.changes(chosen, words),
         "host": lambda: tables.host(chosen),
+        "ranks": lambda: ranks.errors(chosen),
+        "traffic": lambda: ranks.traffic(chosen),
     }
     if view in plain:
         return plain[view](), False
@@ -96,7 +99,8 @@ def provenance(chosen: list[Record], everything: list[Record]) -> str:
     words += [f"triton {r.triton}"] if r.triton else []
     words += [f"driver {r.driver}"] if r.driver else []
     words += [f"SM clock {min(clocks):.0f}-{max(clocks):.0f} MHz"] if clocks else []
-    words += [f"{x.dtype} matrix product {x.tflops:.3g} TFLOP/s" for x in peaks if x.tflops]
+    scale, unit = (1e3 if r.device == "cpu" else 1.0), tables.rate_unit(r.device)
+    words += [f"{x.dtype} matrix product {scale * x.tflops:.3g} {unit}" for x in peaks if x.tflops]
     words += [f"copy {x.gbps:.0f} GB/s" for x in peaks if x.gbps]
     commits = dict.fromkeys(f"{x.commit[:10]}{' with changes' if x.dirty else ''}" for x in chosen if x.commit)
     words += [f"commit {' and '.join(commits)}"] if commits else []

@@ -11,7 +11,7 @@ from sartor.lab.ladder.rung import Rung
 from sartor.lab.measure import providers
 from sartor.lab.measure.accuracy import Judge
 from sartor.lab.measure.timing import interleave
-from sartor.lab.show import climb
+from sartor.lab.show import climb, names
 from sartor.lab.show.table import NONE, Table, number
 from sartor.lab.workloads.workload import Inputs, Workload
 
@@ -28,23 +28,26 @@ def overview() -> Table:
 
 
 def resources(shown: tuple[Rung, ...], arch: int = 90) -> Table:
-    """What the compiler makes of rungs, for an architecture that need not be here, at every head dim they take."""
+    """What the compiler makes of rungs, for an architecture that need not be here, at every head dim they take. Reasons
+    against some are notes, each said once."""
     made = Table(
         f"Compiled for sm_{arch}",
         ["rung", "D", "registers", "spilled bytes", "shared, KiB", "instructions", "most frequent"], [],
         words=("most frequent",),
     )  # fmt: skip
+    reasons = dict[str, list[str]]()
     for rung in shown:
-        why = catalogue.why_not(rung, rung.dims[0], arch)
-        if why:
-            made.rows.append([rung.number, NONE, why, *[NONE] * 4])
-            continue
         for dim in rung.dims:
+            why = catalogue.why_not(rung, dim, arch)
             try:
-                figures = _figures(build(rung, catalogue.workload(rung, (8, 8, 4096), dim), arch))
+                figures = [] if why else _figures(build(rung, catalogue.workload(rung, (8, 8, 4096), dim), arch))
             except catalogue.REFUSALS as error:
-                figures = [catalogue.reason(error), *[NONE] * 4]
-            made.rows.append([rung.number, str(dim), *figures])
+                figures, why = [], catalogue.reason(error)
+            if why:
+                reasons.setdefault(why, []).append(rung.number)
+            else:
+                made.rows.append([rung.number, str(dim), *figures])
+    made.notes = [f"rung {', '.join(dict.fromkeys(numbers))}: {why}" for why, numbers in reasons.items()]
     return made
 
 
@@ -74,5 +77,5 @@ def run(rung: Rung, w: Workload, device: torch.device) -> tuple[bool, Table]:
         cells = [NONE] * 3
         if name == rung.provider and verdict:
             cells = [f"{verdict.err_max:.1e}", f"{verdict.err_budget:.1e}", verdict.over or "ok"]
-        made.rows.append([name, number(timing.ms), number(w.flops / timing.ms * 1e-9), *cells])
+        made.rows.append([names.provider(name), number(timing.ms), number(w.flops / timing.ms * 1e-9), *cells])
     return verdict is None or verdict.ok, made

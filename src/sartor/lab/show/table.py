@@ -44,18 +44,20 @@ class Table:
         return [i == 0 or header in self.words for i, header in enumerate(self.headers)]
 
     def rich(self) -> Any:
-        """A rich.table.Table with the notes as its caption."""
+        """An empty line, the title, a rich.table.Table, the notes, which have the whole line beside a narrow table."""
+        from rich import box
+        from rich.console import Group
         from rich.markup import escape
         from rich.table import Table as RichTable
+        from rich.text import Text
 
-        table = RichTable(title=escape(self.title), title_justify="left", caption="\n".join(map(escape, self.notes)))
-        table.caption_justify = "left"
+        table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for header, left in zip(self.headers, self._left(), strict=True):
             table.add_column(escape(header), justify="left" if left else "right")
         for i, row in enumerate(self.rows):
             cells = [f"[bold green]{escape(c)}[/]" if (i, j) in self.best else escape(c) for j, c in enumerate(row)]
             table.add_row(*cells)
-        return table
+        return Group("", Text(self.title, "bold"), table, *(Text(note, "italic") for note in self.notes))
 
 
 @dataclass

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from statistics import geometric_mean, median
 from typing import Any
 
 from sartor.lab.measure import check
+from sartor.lab.measure.contention import MOST, SPREAD, disturbed
 from sartor.lab.measure.records import Record
+from sartor.lab.measure.rehearsal import Launched
+from sartor.lab.show import names
 from sartor.lab.show.table import LABELS, NONE, Pivot, Table, number
 
 Verified = Callable[[Record], bool]
@@ -18,12 +21,11 @@ Verified = Callable[[Record], bool]
 def speed(
     records: list[Record], baseline: str, verified: Verified = lambda r: True, ours: str = "sartor"
 ) -> Table:  # fmt: skip
-    """Milliseconds and TFLOP/s (decode: GB/s) of every provider, and how `ours` compares."""
+    """Milliseconds and TFLOP/s (of a CPU GFLOP/s, of decoding GB/s) of every provider, and how `ours` compares. A time
+    that is not to be trusted is marked ~."""
     pivot = Pivot.of(records)
-    decode = all(r.mode == "decode" for r in records)
-    table = _table(
-        pivot, "ms and GB/s" if decode else "ms and TFLOP/s", [*pivot.providers, f"vs {baseline}", "vs best"]
-    )
+    unit = "GB/s" if all(r.mode == "decode" for r in records) else rate_unit(records[0].device)
+    table = _table(pivot, f"ms and {unit}", [*_words(pivot), f"vs {names.provider(baseline)}", "vs best"])
     reasons: dict[str, None] = {}
     ratios: list[float] = []
     for i, cells in enumerate(pivot.rows):
@@ -40,7 +42,12 @@ def speed(
         if own and others:
             ratios.append(min(others) / own)
         table.rows.append(row)
-    table.notes += _verdict(ratios, ours) + list(reasons)
+    table.notes += _verdict(ratios, ours) + noted(reasons)
+    if any(r.ms and disturbed(r) for r in records):
+        table.notes.append(
+            f"~ is not to be trusted: other processes took over {100 * MOST:.0f} % of the CPUs that it wants, or its"
+            f" samples' 80th percentile is over {SPREAD} times their 20th."
+        )
     return table
 
 
@@ -50,8 +57,9 @@ def _verdict(ratios: list[float], ours: str) -> list[str]:
         return []
     wins, n = sum(r > 1 for r in ratios), len(ratios)
     return [
-        f"vs: how many times as fast {ours} is. Against the best other of each row: ahead on {wins} of {n}, "
-        f"geometric mean {geometric_mean(ratios):.2f}x, worst {min(ratios):.2f}x, best {max(ratios):.2f}x."
+        f"vs: how many times as fast {names.provider(ours)} is. Against the best other of each row: "
+        f"ahead on {wins} of {n}, geometric mean {geometric_mean(ratios):.2f}x, "
+        f"worst {min(ratios):.2f}x, best {max(ratios):.2f}x."
     ]
 
 
@@ -65,8 +73,30 @@ def _cell(told: Callable[[Record], str], r: Record | None, reasons: dict[str, No
     return text if verified(r) else f"{text} unverified"
 
 
+def rate_unit(device: str) -> str:
+    """Of useful work, by a device's key: a CPU does less than a TFLOP/s."""
+    return "GFLOP/s" if device == "cpu" else "TFLOP/s"
+
+
+def rate(tflops: float | None, device: str) -> str:
+    """In that unit."""
+    return number(None if tflops is None else tflops * (1e3 if device == "cpu" else 1))
+
+
+def noted(reasons: Iterable[str]) -> list[str]:
+    """Reasons as `skipped` collects them, each said once: of the providers that share it."""
+    sharing = dict[str, list[str]]()
+    for text in reasons:
+        provider, _, why = text.partition(": ")
+        sharing.setdefault(why, []).append(provider)
+    return [f"{', '.join(who)}: {why}" for why, who in sharing.items()]
+
+
 def _speed(r: Record) -> str:
-    return "" if r.ms is None else f"{number(r.ms)} / {number(r.gbps if r.mode == 'decode' else r.tflops)}"
+    if r.ms is None:
+        return ""
+    mark = "~" if disturbed(r) else ""
+    return f"{mark}{number(r.ms)} / {number(r.gbps) if r.mode == 'decode' else rate(r.tflops, r.device)}"
 
 
 def _calls(r: Record) -> str:
@@ -82,26 +112,26 @@ def skipped(r: Record, reasons: dict[str, None]) -> str:
     if r.skipped == "out of memory":
         return "OOM"
     if r.skipped:  # first calls have no `ms` and nothing to excuse
-        reasons[f"{r.provider}: {r.skipped}"] = None
+        reasons[f"{names.provider(r.provider)}: {r.skipped}"] = None
     return NONE
 
 
 def memory(records: list[Record]) -> Table:
     """Peak extra MiB of every provider."""
     pivot = Pivot.of(records)
-    table = _table(pivot, "peak extra memory in MiB, output included", pivot.providers)
+    table = _table(pivot, "peak extra memory in MiB, output included", _words(pivot))
     reasons: dict[str, None] = {}
     for cells in pivot.rows:
         found = [cells.get(name) for name in pivot.providers]
         table.rows.append(pivot.axes(cells) + [_cell(_peak, r, reasons, lambda r: True) for r in found])
-    table.notes += list(reasons)
+    table.notes += noted(reasons)
     return table
 
 
 def accuracy(records: list[Record]) -> Table:
     """Relative and largest error against float64, and the share of the budget that is used."""
     pivot = Pivot.of([r for r in records if r.err_rel is not None])
-    table = _table(pivot, "relative error, and largest error / its budget, against float64", pivot.providers)
+    table = _table(pivot, "relative error, and largest error / its budget, against float64", _words(pivot))
     for i, cells in enumerate(pivot.rows):
         row = pivot.axes(cells)
         errors = {name: r.err_rel for name, r in cells.items() if r.err_rel is not None}
@@ -127,11 +157,12 @@ def errors(records: list[Record], baseline: str) -> Table:
             whole = merged.setdefault((problem, r.provider), replace(r, mode="fwd_bwd", errors={}))
             whole.errors = (whole.errors or {}) | r.errors
     pivot = Pivot.of(list(merged.values()))
-    names = list(dict.fromkeys(key.split()[0] for r in merged.values() for key in r.errors or {}))
-    table = _table(pivot, f"relative error of sartor, and its norm / its largest as shares of {baseline}'s", names)
+    results = list(dict.fromkeys(key.split()[0] for r in merged.values() for key in r.errors or {}))
+    beside = names.provider(baseline)
+    table = _table(pivot, f"relative error of Sartor, and its norm / its largest as shares of {beside}'s", results)
     for cells in pivot.rows:
         ours, theirs = (cells[name].errors or {} if name in cells else {} for name in ("sartor", baseline))
-        table.rows.append(pivot.axes(cells) + [_error_cell(ours, theirs, name) for name in names])
+        table.rows.append(pivot.axes(cells) + [_error_cell(ours, theirs, name) for name in results])
     return table
 
 
@@ -146,7 +177,7 @@ def _error_cell(ours: dict[str, float], theirs: dict[str, float], name: str) -> 
 def host(records: list[Record]) -> Table:
     """Microseconds of host time per call."""
     pivot = Pivot.of(records)
-    table = _table(pivot, "host time per call in microseconds", pivot.providers)
+    table = _table(pivot, "host time per call in microseconds", _words(pivot))
     for cells in pivot.rows:
         times = [cells[name].host_us if name in cells else None for name in pivot.providers]
         table.rows.append(pivot.axes(cells) + [NONE if t is None else f"{t:.1f}" for t in times])
@@ -156,7 +187,7 @@ def host(records: list[Record]) -> Table:
 def first(records: list[Record], verified: Verified = lambda r: True) -> Table:
     """Seconds of every provider's first call: of a process that finds nothing on disk, and of the next one."""
     pivot = Pivot.of(records)
-    table = _table(pivot, "first call in seconds, cold / from disk", pivot.providers)
+    table = _table(pivot, "first call in seconds, cold / from disk", _words(pivot))
     reasons: dict[str, None] = {}
     for cells in pivot.rows:
         found = [cells.get(name) for name in pivot.providers]
@@ -165,15 +196,15 @@ def first(records: list[Record], verified: Verified = lambda r: True) -> Table:
     took = [r.import_s for r in records if r.import_s is not None]
     if took:
         table.notes.append(f"import sartor, beyond torch: {number(median(took))} s, at most {number(max(took))} s.")
-    table.notes += list(reasons)
+    table.notes += noted(reasons)
     return table
 
 
 def visited(records: list[Record], baseline: str) -> Table:
     """What masks cost beside the pairs they show: the rate over the tiles that are visited, as a share of causal's."""
     pivot = Pivot.of([r for r in records if (r.plan or "").startswith("hopper") or r.provider == baseline])
-    headers = ["visible", "in visited tiles", "ms", "TFLOP/s there", "of causal's", f"vs {baseline}"]
-    table = _table(pivot, "rate of sartor over the tiles that a mask makes it visit", headers)
+    headers = ["visible", "in visited tiles", "ms", "TFLOP/s there", "of causal's", f"vs {names.provider(baseline)}"]
+    table = _table(pivot, "rate of Sartor over the tiles that a mask makes it visit", headers)
     rows = [(cells["sartor"], cells.get(baseline), pivot.axes(cells)) for cells in pivot.rows if "sartor" in cells]
     rates = {(r.seqlen_q, r.mask): _visited(r) * (r.tflops or 0.0) / r.workload.pairs for r, _, _ in rows}
     for r, other, axes in rows:
@@ -197,13 +228,13 @@ def _visited(r: Record) -> float:
 def changes(records: list[Record], words: Mapping[str, str]) -> Table:
     """Time with one choice of a kernel changed, over its time as it is; `words` says what is changed, by provider."""
     pivot = Pivot.of([r for r in records if r.ms])
-    names = [name for name in pivot.providers if name in words]
-    table = _table(pivot, "time with a choice changed / time of sartor", [name.partition(":")[2] for name in names])
+    changed = [name for name in pivot.providers if name in words]
+    table = _table(pivot, "time with a choice changed / time of Sartor", [*map(names.provider, changed)])
     for cells in pivot.rows:
         base = cells["sartor"].ms if "sartor" in cells else None
-        times = [cells[name].ms if name in cells else None for name in names]
+        times = [cells[name].ms if name in cells else None for name in changed]
         table.rows.append(pivot.axes(cells) + [NONE if not (t and base) else f"{t / base:.2f}" for t in times])
-    table.notes += ["; ".join(f"{name.partition(':')[2]}: {words[name]}" for name in names) + "."]
+    table.notes += ["; ".join(f"{names.provider(name)}: {words[name]}" for name in changed) + "."]
     return table
 
 
@@ -213,7 +244,8 @@ def head_dims(records: list[Record], baseline: str, verified: Verified = lambda 
     rivals = [baseline, *(name for name in pivot.providers if name != baseline and not name.startswith("sartor"))]
     table = Table(
         f"Head dims ({pivot.constant})",
-        ["D", "sartor ms / TFLOP/s", f"{baseline} ms / TFLOP/s", *(f"vs {name}" for name in rivals), "padded to",
+        ["D", *(f"{names.provider(name)} ms / TFLOP/s" for name in ("sartor", baseline)),
+         *(f"vs {names.provider(name)}" for name in rivals), "padded to",
          "FLOPs saved", "bytes saved", "smem saved", "time / padded", "time / line", "max diff", "cosine"], [],
     )  # fmt: skip
     reasons: dict[str, None] = {}
@@ -231,7 +263,7 @@ def head_dims(records: list[Record], baseline: str, verified: Verified = lambda 
         "Saved: against the same call padded to the next power of two; of shared memory (smem), against the same tile. "
         "Time / line: against the straight line between "
         "the neighbouring powers of two; 1.00 means that a head dim costs exactly its share.",
-        *reasons,
+        *noted(reasons),
     ]
     return table
 
@@ -255,9 +287,22 @@ def _ratio(other: float | None, ours: float | None) -> str:
     return f"{other / ours:.2f}x" if other and ours else NONE
 
 
+def _words(pivot: Pivot) -> list[str]:
+    return [*map(names.provider, pivot.providers)]
+
+
 def _table(pivot: Pivot, what: str, columns: list[str]) -> Table:
     headers = [LABELS.get(axis, axis) for axis in pivot.varying] + columns
     return Table(f"{what} ({pivot.constant})" if pivot.constant else what, headers, [])
+
+
+def launches(steps: Iterable[tuple[str, Launched]]) -> Table:
+    """Pass, kernel, grid, threads and shared memory of each launch."""
+    made = Table("launches", ["pass", "kernel", "grid", "threads", "shared bytes", "compiler"], [], words=("kernel",))
+    for mode, step in steps:
+        grid = " x ".join(map(str, step.grid))
+        made.rows.append([mode, step.name, grid, str(step.block), str(step.shared), step.compiler])
+    return made
 
 
 def checks(rows: list[check.Row]) -> Table:

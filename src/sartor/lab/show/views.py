@@ -4,33 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sartor.lab.measure import contention
 from sartor.lab.measure.bench import Session
 from sartor.lab.measure.records import CEILINGS, Record, Store
-from sartor.lab.show import climb, plots, tables
+from sartor.lab.show import climb, curves, masks, plots, tables
 from sartor.lab.workloads.suites import Suite
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+WIDE = 10_000
 PLOTS: dict[str, Callable[..., list[Path]]] = {
-    "latency": plots.latency, "memory": plots.memory, "rates": plots.rates, "errors": plots.errors,
-    "head_dims": plots.head_dims, "grid": plots.grid, "climb": climb.plot,
+    "latency": curves.latency, "memory": curves.memory, "rates": curves.rates, "errors": curves.errors,
+    "head_dims": plots.head_dims, "grid": plots.grid, "climb": climb.plot, "masks": masks.plot,
 }  # fmt: skip
 CONVENTION = (
-    "TFLOP/s counts useful work: forward 2 * B * H * visible pairs * (D + D v), half of all pairs when square and "
+    "FLOP/s count useful work: forward 2 * B * H * visible pairs * (D + D v), half of all pairs when square and "
     "causal; backward 2.5 times that. Medians; compare within a run only."
 )
 
 
 def console() -> Console:
-    """The terminal; a log is given 140 columns, so that a table's row stays one line."""
+    """The terminal; a file or a pipe has no width, so that a table's row and a sentence stay one line."""
     from rich.console import Console
 
     found = Console()
-    return found if found.is_terminal else Console(width=140)
+    return found if found.is_terminal else Console(width=WIDE)
 
 
 @contextmanager
@@ -52,31 +55,44 @@ def progress(console: Console, steps: int) -> Iterator[tuple[Callable[[str], Non
         yield (lambda text: bar.update(task, description=text)), (lambda: bar.advance(task))
 
 
-def run(
-    console: Console, suite: Suite, session: Session, out: Path, plot: bool, record: bool
-) -> tuple[list[Record], list[Path]]:
-    """Measure a suite with progress; its records, and the files written: records, CSV, plots."""
-    store, found = Store(out, session.run), list[Record]()
-    with progress(console, len(suite.cases) + (not suite.fresh)) as (tell, step):
-        for rows in session.measure(suite, tell):
-            store.add(rows)
-            found += rows
-            step()
-    store.close(replace=record)
-    files = [store.path, store.path.with_suffix(".csv")]
-    return found, files + (draw(found, suite, store.path.parent) if plot else [])
+@dataclass
+class Measured:
+    """Records of a suite, the files written: records, CSV, plots; and after Ctrl-C, how much of it there is."""
+
+    records: list[Record]
+    files: list[Path]
+    interrupted: str = ""
+
+
+def run(console: Console, suite: Suite, session: Session, out: Path, plot: bool, record: Path | None) -> Measured:
+    """Measure a suite with progress into `out`, or into `record`, where it replaces older runs. Ctrl-C ends it: what is
+    measured by then is kept, in `out`."""
+    store, found, done = Store(record or out, session.run), list[Record](), 0
+    steps = len(suite.cases) + (not suite.fresh)
+    try:
+        with progress(console, steps) as (tell, step):
+            for rows in session.measure(suite, tell):
+                store.add(rows)
+                found += rows
+                done += 1
+                step()
+    except KeyboardInterrupt:
+        store = store.withdraw(out) if record else store
+        store.close(replace=False)
+        cases = max(done - (not suite.fresh), 0)
+        return Measured(found, store.files, f"{cases} of {len(suite.cases)} workloads are measured")
+    store.close(replace=record is not None)
+    return Measured(found, store.files + (draw(found, suite, store.path.parent) if plot else []))
 
 
 def show(console: Console, records: list[Record], suite: Suite, session: Session) -> None:
     """The tables of a run, one for each mode; memory where the suite is about it; host time where it was measured.
     First calls have one table."""
     if suite.fresh:
-        console.print()
         console.print(tables.first(records).rich())
         return
     for mode in dict.fromkeys(r.mode for r in records if r.mode != CEILINGS):
         found = [r for r in records if r.mode == mode]
-        console.print()
         console.print(tables.speed(found, suite.baseline, ours=suite.ours).rich())
         if "memory" in suite.plots:
             console.print(tables.memory(found).rich())
@@ -84,15 +100,21 @@ def show(console: Console, records: list[Record], suite: Suite, session: Session
             console.print(tables.host(found).rich())
         if any(r.err_rel for r in found):
             console.print(tables.accuracy(found).rich())
-    peaks = [f"{dtype} matrix product {x:.3g} TFLOP/s" for dtype, x in session.ceilings.tflops.items()]
-    console.print(f"ceilings here: {', '.join(peaks)}, copy {session.ceilings.gbps:.0f} GB/s", highlight=False)
+    where = session.run.environment["device"]
+    peaks = [
+        f"{dtype} matrix product {tables.rate(x, where)} {tables.rate_unit(where)}"
+        for dtype, x in session.ceilings.tflops.items()
+    ]
+    if peaks:
+        console.print(f"ceilings here: {', '.join(peaks)}, copy {session.ceilings.gbps:.0f} GB/s", highlight=False)
     console.print(CONVENTION, highlight=False)
+    if warning := contention.verdict(records):
+        console.print(warning, style="bold yellow", highlight=False)
 
 
 def draw(records: list[Record], suite: Suite, folder: Path) -> list[Path]:
     """The suite's plots, where there is something to draw."""
-    measured = [r for r in records if r.mode == CEILINGS or r.ms is not None]
-    return drawn(measured, folder, suite.plots) if any(r.ms for r in measured) else []
+    return drawn(records, folder, suite.plots) if any(r.ms for r in records) else []
 
 
 def drawn(records: list[Record], folder: Path, kinds: tuple[str, ...]) -> list[Path]:

@@ -15,6 +15,7 @@ from sartor.problem import DTYPES, name_of
 MODES = ("fwd", "bwd", "fwd_bwd", "decode")
 SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim", "dim_v")
 FACTORS = {"fwd": 1.0, "decode": 1.0, "bwd": 2.5, "fwd_bwd": 3.5}  # matrix products: 2, 5, 7
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 PARTS = re.compile(
     r"full|causal|causal_top_left|window(?P<window>\d+)|document(?P<document>\d+)"
     r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|alibi|bias|tensor"
@@ -87,6 +88,11 @@ def key_span(p: Pattern, sq: int, skv: int) -> tuple[np.ndarray, np.ndarray]:
         lo = np.maximum(lo, np.searchsorted(keys, queries, side="left"))
         hi = np.minimum(hi, np.searchsorted(keys, queries, side="right"))
     return lo, np.maximum(lo, hi)
+
+
+def dtype_name(text: str) -> str:
+    """As torch and records name it, `bfloat16`; of `bf16` too."""
+    return SHORT.get(text, text)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,83 @@
+"""What providers, devices, modes and masks are called in tables and pictures: in words, and the look of a provider."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sartor.device import ARCHITECTURES
+from sartor.lab.ladder import catalogue
+from sartor.lab.workloads.workload import Pattern
+
+
+@dataclass(frozen=True)
+class Look:
+    """A provider's words, and its colour and marker in every picture (the colours of Okabe and Ito 2008, which people
+    with a colour vision deficiency tell apart, and shades of them)."""
+
+    words: str
+    colour: str
+    marker: str
+
+
+PROVIDERS = {
+    "sartor": Look("Sartor", "#D55E00", "o"),
+    "sartor:triton": Look("Sartor (Triton)", "#F2B27F", "D"),
+    "sartor:fp32_forward": Look("Sartor (Triton)", "#F2B27F", "D"),
+    "tf32": Look("Sartor (TF32)", "#882255", "X"),
+    "eager": Look("PyTorch eager", "#444444", "s"),
+    "sdpa": Look("PyTorch SDPA", "#332288", "^"),
+    "sdpa-math": Look("PyTorch SDPA (math)", "#999999", "v"),
+    "sdpa-flash": Look("PyTorch SDPA (FlashAttention-2)", "#009E73", "P"),
+    "sdpa-efficient": Look("PyTorch SDPA (efficient)", "#56B4E9", "h"),
+    "sdpa-cudnn": Look("PyTorch SDPA (cuDNN)", "#0072B2", "^"),
+    "flex": Look("FlexAttention", "#CC79A7", "s"),
+}
+SHADES = ("#F2B27F", "#D55E00", "#A04000", "#5A2100")  # of rungs and of kernels by name, in order of appearance
+MARKERS = "oDsXP"
+MODES = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward and backward", "decode": "decoding"}
+
+
+def provider(code: str) -> str:
+    """`Sartor (blocked)` of `sartor:blocked`, `rung 07a` of `rung:07a`."""
+    if code in PROVIDERS:
+        return PROVIDERS[code].words
+    family, _, member = code.partition(":")
+    return {"sartor": f"Sartor ({member})", "changed": member}.get(family, f"{family} {member}".rstrip())
+
+
+def title(code: str) -> str:
+    """The same, with the title of a rung."""
+    family, _, member = code.partition(":")
+    return f"{member} {catalogue.find(member).title}" if family == "rung" else provider(code)
+
+
+def look(code: str, seen: list[str]) -> Look:
+    """The look of a provider; `seen` are those of the panel, in order."""
+    if code in PROVIDERS:
+        return PROVIDERS[code]
+    variants = [name for name in seen if name not in PROVIDERS]
+    i = variants.index(code) if code in variants else 0
+    return Look(provider(code), SHADES[i % len(SHADES)], MARKERS[i % len(MARKERS)])
+
+
+def device(key: str) -> str:
+    """`NVIDIA H200` of the folder `h200`."""
+    known = {d.key: d.name for d in ARCHITECTURES.values()}
+    return "CPU" if key == "cpu" else known.get(key, key.upper())
+
+
+def mask(text: str) -> str:
+    """A workload's mask in words: `causal, 8 documents`."""
+    p = Pattern.parse(text)
+    words = {
+        "causal": bool(p.causal), f"window of {p.window}": p.window, f"{p.document} documents": p.document,
+        f"first {p.prefix} keys": p.prefix, "a bool for each pair": p.tensor, "a bias for each pair": p.bias,
+        f"softcap {p.softcap:g}": p.softcap, "ALiBi": p.alibi,
+    }  # fmt: skip
+    said = ", ".join(word for word, holds in words.items() if holds)
+    return (f"{said} (top left)" if p.causal == "top_left" else said) or "full"
+
+
+def length(n: int) -> str:
+    """`16k` of 16384."""
+    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)

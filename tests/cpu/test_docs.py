@@ -1,0 +1,54 @@
+"""Documents say what the code does: tutorials quote their examples, links lead somewhere, long pages stay short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+EXAMPLES = {f.name for f in (ROOT / "examples").glob("*.py")} - {"drop_in_sdpa.py", "long_context.py"}
+MOST_LINES = {"README.md": 150, "docs/design.md": 200}
+BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^```.*?^```$|^ {4}.*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)]*))?\)")
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ +(.*)$", BLOCK.sub("", text), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", h.lower()).strip()) for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links(page: Path) -> None:
+    """On GitHub; what `make docs` is strict about is the site."""
+    for path, anchor in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda p: p.stem)
+def test_a_tutorial_quotes_its_example(page: Path) -> None:
+    """Code in a tutorial is that of the file it names, which the tests run."""
+    text = page.read_text(encoding="utf-8")
+    file = ROOT / "examples" / re.search(r"\.\./examples/(\w+\.py)", text)[1]  # type: ignore[index]
+    code = file.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert block in code, f"{file.name} does not have\n{block}"
+
+
+def test_each_example_has_a_tutorial() -> None:
+    assert {re.search(r"\.\./examples/(\w+\.py)", p.read_text(encoding="utf-8"))[1] for p in TUTORIALS} == EXAMPLES  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", MOST_LINES)
+def test_is_short(name: str) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= MOST_LINES[name]
