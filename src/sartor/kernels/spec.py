@@ -50,10 +50,10 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The measure a kernel is cut to: rows of queries, rows of keys, warps, pipeline stages.
+    """What a kernel is cut to: rows of queries, rows of keys, warps, pipeline stages, KV splits.
 
-    `then` is the measure of the next kernel where a pass has several of their own measure (dk and dv, then dq). The
-    keys are taken in `parts`: of several each is a tile's of its own, and one more kernel merges their results.
+    `then` is that of the next kernel where a pass has several (dk and dv, then dq). Each of several splits is a query
+    tile's of its own, and one more kernel merges their results.
     """
 
     block_m: int
@@ -61,12 +61,12 @@ class Tile:
     warps: int = 4
     stages: int = 1
     then: Tile | None = None
-    parts: int = 1
+    num_splits: int = 1
 
     def __str__(self) -> str:
         after = f", {self.then}" if self.then else ""
-        parts = f" p{self.parts}" if self.parts > 1 else ""
-        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}{parts}{after}"
+        splits = f" p{self.num_splits}" if self.num_splits > 1 else ""
+        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}{splits}{after}"
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Tile:
