@@ -116,8 +116,8 @@ def _in_words(plan: Plan | None) -> str:
     shapes = [f"{t.block_m} queries x {t.block_n} keys" for t in tiles]
     if not plan.device.is_cpu:
         shapes = [f"{s}, {t.warps} warps, stages {t.stages}" for s, t in zip(shapes, tiles, strict=True)]
-    if plan.tile.parts > 1:
-        shapes.append(f"{plan.tile.parts} KV splits, which one more kernel merges")
+    if plan.tile.num_splits > 1:
+        shapes.append(f"one more kernel merges the results of {plan.tile.num_splits} KV splits")
     held = {"registers a thread": plan.registers, "bytes of shared memory a block": plan.shared_bytes}
     words = [", then ".join(shapes), *(f"{count} {what}" for what, count in held.items() if count is not None)]
     return f"{plan}\n            {'; '.join(words)}"

@@ -15,7 +15,7 @@ import dialects
 from samples import sample
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
-from sartor.kernels.hopper.forward import Measure
+from sartor.kernels.hopper.forward import Config
 from sartor.kernels.spec import Plan, Tile
 from sartor.lab.measure import ablation
 from sartor.plan import choose
@@ -122,16 +122,16 @@ def test_changes_of_the_ablation(name):
 
 @pytest.mark.parametrize("dim", sample([64, 128, 256], lambda dim: dim == 64))
 def test_bias_is_brought_near(dim):
-    """Rows that start on 16 bytes are copied to shared memory, which the measure makes room for; others are not."""
+    """Rows that start on 16 bytes are copied to shared memory, which the config makes room for; others are not."""
     lengths = {"lengths": (1024, 1024)}
     for width, near in ((1024, (0,)), (1025, ())):
         bias = meta(1, 4, 1024, width, dtype=BF16)[..., :1024]
         p = problem(dim, bias=bias, **lengths)
         tile = next(iter(SPEC.tiles(p, DEVICE)))
-        measure = Measure.of(p, tile)
-        assert measure.near == near
-        assert measure.shared_bytes - Measure.of(problem(dim, **lengths), tile).shared_bytes == (
-            64 * measure.groups * (2 * measure.block_n + 16) if near else 0
+        config = Config.of(p, tile)
+        assert config.near == near
+        assert config.shared_bytes - Config.of(problem(dim, **lengths), tile).shared_bytes == (
+            64 * config.groups * (2 * config.block_n + 16) if near else 0
         )
         if near:
             check(p, tile)
@@ -189,7 +189,7 @@ def test_few_queries_share_a_slice(seqlen_q):
 def test_keys_in_parts(dim, options):
     p = problem(dim, heads=(8, 2), lengths=(5, 9000), **options)
     tile = choose(p, DEVICE).tile
-    assert tile.parts > 1
+    assert tile.num_splits > 1
     found = SPEC.compile(p, tile).resources
     assert set(found) == {"hopper_forward", "hopper_merge"}
     assert found["hopper_merge"].spill_bytes == 0

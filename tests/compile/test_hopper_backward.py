@@ -17,7 +17,7 @@ from sartor.problem import Call, Problem
 if nvrtc.missing() or not launch.available():
     pytest.skip(nvrtc.missing() or "needs Triton, whose launches stand around it", allow_module_level=True)
 
-from sartor.kernels.hopper.backward import Measure, tidy, tidy_out
+from sartor.kernels.hopper.backward import Config, tidy, tidy_out
 
 DEVICE = ARCHITECTURES[90]
 SPEC = kernels.load("hopper_backward")
@@ -33,13 +33,13 @@ def problem(dim=128, dim_v=None, heads=(4, 4), dtype=torch.bfloat16, **options):
     return Problem.of(Call(*(meta(*s, dtype=dtype) for s in shapes), **options))
 
 
-def sound(measure, spills=0):
-    binary = measure.compile()
+def sound(config, spills=0):
+    binary = config.compile()
     assert all(found.spill_bytes <= spills for found in binary.resources.values())
     assert "C75" not in binary.log  # what ptxas says of wgmma it has to serialise
-    assert measure.shared_bytes <= launch.room(DEVICE)
-    assert measure.stages >= 2
-    assert measure.block >= 64  # of fewer, products would wait for the held rows
+    assert config.shared_bytes <= launch.room(DEVICE)
+    assert config.stages >= 2
+    assert config.block >= 64  # of fewer, products would wait for the held rows
     return set(binary.resources)
 
 
@@ -48,19 +48,19 @@ def sound(measure, spills=0):
     "dim", sample([64, 72, 80, 96, 112, 128, 136, 160, 176, 192, 224, 256], lambda dim: dim in (80, 128, 256))
 )
 def test_kernels(dim, options):
-    measures = Measure.all(problem(dim, deterministic=True, **options))
+    configs = Config.all(problem(dim, deterministic=True, **options))
     keys = [("dk", "dv")] if dim <= 128 else [("dk",), ("dv",)]  # what registers hold
-    assert [m.gradients for m in measures] == [("dq",), *keys]
-    for measure in measures:
-        assert sound(measure) == {"hopper_backward", *(["preprocess"] if "dq" in measure.gradients else [])}
+    assert [m.gradients for m in configs] == [("dq",), *keys]
+    for config in configs:
+        assert sound(config) == {"hopper_backward", *(["preprocess"] if "dq" in config.gradients else [])}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", sample(MASKS, lambda options: "causal" in options), ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_one_sweep(dim, options, dtype):
-    (measure,) = Measure.all(problem(dim, dtype=dtype, **options))
-    assert sound(measure) == {"hopper_backward", "preprocess", "round_dq"}
+    (config,) = Config.all(problem(dim, dtype=dtype, **options))
+    assert sound(config) == {"hopper_backward", "preprocess", "round_dq"}
 
 
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
@@ -69,17 +69,17 @@ def test_one_sweep(dim, options, dtype):
 def test_changed_scores(dim, deterministic, options):
     """No spills where the derivative is 1; else a few words, and more where one sweep holds 64 scores a thread."""
     options = options | {"deterministic": deterministic}
-    for measure in Measure.all(problem(dim, alibi_slopes=meta(4, dtype=torch.float32), **options)):
-        sound(measure)
-    for measure in Measure.all(problem(dim, softcap=30.0, **options)):
-        sound(measure, spills=136 if dim == 64 and measure.fused else 48)
+    for config in Config.all(problem(dim, alibi_slopes=meta(4, dtype=torch.float32), **options)):
+        sound(config)
+    for config in Config.all(problem(dim, softcap=30.0, **options)):
+        sound(config, spills=136 if dim == 64 and config.fused else 48)
 
 
 def test_determinism():
     """One sweep adds up in any order: not where bits are to be the same, and only where it fits."""
-    assert [m.fused for m in Measure.all(problem())] == [True]
+    assert [m.fused for m in Config.all(problem())] == [True]
     for p in (problem(deterministic=True), problem(96), problem(256)):
-        assert not any(m.fused for m in Measure.all(p))
+        assert not any(m.fused for m in Config.all(p))
         assert list(SPEC.notes(p)) == []
     (note,) = SPEC.notes(problem())
     assert "4.0 MiB" in note  # 2 x 4 heads, 1024 rows of 128 columns
@@ -88,12 +88,12 @@ def test_determinism():
         p = problem()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [m.fused for m in Measure.all(p)] == [False, False]
+    assert [m.fused for m in Config.all(p)] == [False, False]
 
 
-def sass_of(measure):
+def sass_of(config):
     try:
-        return measure.compile().sass()
+        return config.compile().sass()
     except FileNotFoundError as error:
         pytest.skip(str(error))
 
@@ -106,12 +106,12 @@ def sass_of(measure):
 def test_products(dtype, name):
     """A step for 16 columns of the scores and of dp, which dv alone is without; one for 16 rows of each gradient."""
     for dim in (128, 256):
-        for measure in Measure.all(problem(dim, dtype=dtype, deterministic=True)):
-            text, held = sass_of(measure), 1 if measure.gradients == ("dv",) else 2
-            assert text.count(f"HGMMA.64x{measure.block}x16{name} ") == held * dim // 16
-            assert text.count(f"HGMMA.64x{dim}x16{name} ") == measure.block // 16 * len(measure.gradients)
-    (measure,) = Measure.all(problem(dtype=dtype))
-    text = sass_of(measure)  # dq has 8 steps in a tile and after the last
+        for config in Config.all(problem(dim, dtype=dtype, deterministic=True)):
+            text, held = sass_of(config), 1 if config.gradients == ("dv",) else 2
+            assert text.count(f"HGMMA.64x{config.block}x16{name} ") == held * dim // 16
+            assert text.count(f"HGMMA.64x{dim}x16{name} ") == config.block // 16 * len(config.gradients)
+    (config,) = Config.all(problem(dtype=dtype))
+    text = sass_of(config)  # dq has 8 steps in a tile and after the last
     assert text.count(f"HGMMA.64x64x16{name} ") == 2 * 8 + 2 * 8
     assert text.count(f"HGMMA.64x128x16{name} ") == 2 * 4
 

@@ -15,7 +15,7 @@ from sartor.problem import Call, Problem
 if nvrtc.missing() or not launch.available():
     pytest.skip(nvrtc.missing() or "needs Triton, whose launches stand around it", allow_module_level=True)
 
-from sartor.kernels.hopper.fp32_backward import AGAIN, Measure
+from sartor.kernels.hopper.fp32_backward import AGAIN, Config
 
 DEVICE = ARCHITECTURES[90]
 SPEC = kernels.load("hopper_fp32_backward")
@@ -38,18 +38,18 @@ def problem(dim=128, dim_v=None, heads=(4, 4), lengths=(1000, 1000), **options):
     sample([(n, n) for n in (17, 64, 80, 96, 112, 128)] + [(128, 40)], [(64, 64), (128, 128), (128, 40)].__contains__),
 )
 def test_kernels(dim, dim_v, causal, keys):
-    measure = Measure(problem(dim, dim_v, causal=causal), keys)
-    binary = measure.compile()
+    config = Config(problem(dim, dim_v, causal=causal), keys)
+    binary = config.compile()
     (found,) = binary.resources.values()
     assert found.spill_bytes <= (MOST_SPILLS if keys else 0)
     assert "C75" not in binary.log  # what ptxas says of wgmma it has to serialise
-    assert measure.shared_bytes <= launch.room(DEVICE)
+    assert config.shared_bytes <= launch.room(DEVICE)
 
 
 def test_three_products_in_float16():
     """Of 8 steps each for the scores and dp; of 4 steps for each half of the columns of a gradient."""
     try:
-        sass = Measure(problem(128), True).compile().sass()
+        sass = Config(problem(128), True).compile().sass()
     except FileNotFoundError as error:
         pytest.skip(str(error))
     assert sass.count("HGMMA.64x64x16.F32") == 3 * (2 * 8 + 2 * 2 * 4)

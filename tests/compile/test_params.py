@@ -44,12 +44,12 @@ def binaries():
     p, exact = problem(), problem(torch.float32)
     plan = choose(p, ARCHITECTURES[90])
     yield plan.kernel.compile(p, plan.tile), (forward.PARAMS, forward.MERGE_PARAMS), p
-    (measure,) = backward.Measure.all(p)
-    yield measure.compile(), (backward.PARAMS, backward.PREPROCESS, backward.ROUND), p
+    (config,) = backward.Config.all(p)
+    yield config.compile(), (backward.PARAMS, backward.PREPROCESS, backward.ROUND), p
     plan = choose(exact, ARCHITECTURES[90])
     yield plan.kernel.compile(exact, plan.tile), (fp32_forward.PARAMS,), exact
     plain = Problem.of(Call(*(torch.empty((1, 99, 2, 64), device="meta") for _ in "qkv")))
-    yield fp32_backward.Measure(plain, True).compile(), (fp32_backward.PARAMS,), plain
+    yield fp32_backward.Config(plain, True).compile(), (fp32_backward.PARAMS,), plain
 
 
 def test_parameters_lie_where_python_puts_them():
@@ -62,4 +62,4 @@ def test_a_record_of_another_size_does_not_compile(monkeypatch):
     monkeypatch.setitem(RECORDS, "TensorMap", (64, 64))
     host._built.cache_clear()
     with pytest.raises(nvrtc.CompileError, match="says otherwise"):
-        backward.Measure.all(problem())[0].compile()
+        backward.Config.all(problem())[0].compile()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,3 +209,14 @@ def test_many_are_computed_at_once_and_kept(tmp_path: Path, monkeypatch: pytest.
     assert fingerprint.kept("sdpa", w, H200) is None
     assert fingerprint.every(cases[:1], H200, 1, deadline=0.0, tell=said.append) == {}
     assert "too late" in said[-1]
+
+
+def test_kept_fingerprints_are_of_the_bytes_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One changed number in a kernel, in a file of the same name, and what was kept is not found."""
+    copy = tmp_path / "sartor"
+    shutil.copytree(Path(sartor.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(sartor, "__file__", str(copy / "__init__.py"))
+    own = fingerprint.sources.__wrapped__()
+    kernel = copy / "kernels" / "hopper" / "forward.cuh"
+    kernel.write_text(kernel.read_text() + "constexpr int MORE = 1;\n")
+    assert fingerprint.sources.__wrapped__() != own

@@ -16,7 +16,8 @@ from sartor import mods, nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
 from sartor.kernels.cuda import host
 from sartor.kernels.hopper import backward as hopper_backward
-from sartor.kernels.hopper.forward import LONG, HopperForward, Measure
+from sartor.kernels.hopper.forward import Config, HopperForward
+from sartor.kernels.hopper.schedule import LONG
 from sartor.kernels.spec import Tile
 from sartor.mods.recent import Recent
 from sartor.plan import choose
@@ -114,10 +115,10 @@ def test_old_maps_are_dropped(monkeypatch):
     assert list(maps) == [3]
 
 
-def measure(heads, slices, groups, dim=128, **options):
+def config(heads, slices, groups, dim=128, **options):
     """Of a problem with so many slices of 64 queries a head, on tiles of so many of them."""
     q = torch.empty((1, 64 * slices - 3, heads, dim), dtype=torch.bfloat16, device="meta")
-    return Measure.of(Problem.of(Call(q, q, q, **options)), Tile(64 * groups, 64, 4 * (groups + 1), 4))
+    return Config.of(Problem.of(Call(q, q, q, **options)), Tile(64 * groups, 64, 4 * (groups + 1), 4))
 
 
 def slices_of(number, deal, m, section):
@@ -148,7 +149,7 @@ def slices_of(number, deal, m, section):
     options=st.sampled_from([{}, {"window": (900, 0)}, {"causal": True}]),
 )
 def test_every_slice_is_dealt_out_once(heads, slices, groups, sms, options):
-    m = measure(heads, slices, groups, **options)
+    m = config(heads, slices, groups, **options)
     deal = m.deal(sms)
     section = m.section
     dealt = [pair for number in range(deal.tiles) for pair in slices_of(number, deal, m, section)]
@@ -162,7 +163,7 @@ def test_every_slice_is_dealt_out_once(heads, slices, groups, sms, options):
 def test_no_tile_in_which_warpgroups_wait_for_ever():
     """With one stage of keys, who passes over a key tile would hold it for who waits for the next one."""
     for options in ({}, {"causal": True}, {"window": (900, 0)}):
-        m = measure(2, 3 * LONG, 2, dim=64, **options)
+        m = config(2, 3 * LONG, 2, dim=64, **options)
         narrow = replace(m, stages_k=1, stages_v=1)
         assert narrow.stuck
         assert not m.stuck
@@ -174,11 +175,11 @@ def test_no_tile_in_which_warpgroups_wait_for_ever():
 
 def test_parts_end_sooner():
     """Of 1408 tiles, 88 would be an eleventh round of 132 blocks: of fewer slices it is shorter."""
-    whole, parted = (measure(64, 64, 3, causal=causal).deal(132) for causal in (True, False))
+    whole, parted = (config(64, 64, 3, causal=causal).deal(132) for causal in (True, False))
     assert (whole.tiles, whole.whole) == (1408, 1408)
     assert (parted.whole, parted.parts, parted.width) == (1320, 48, 2)
     assert parted.time < 11 * 3.0
-    assert not measure(64, 3 * LONG - 1, 3).parted  # short heads are read once
+    assert not config(64, 3 * LONG - 1, 3).parted  # short heads are read once
 
 
 @given(
@@ -189,40 +190,40 @@ def test_parts_end_sooner():
 )
 def test_sections_of_heads_are_nearly_equal(heads, n, dim, mask):
     """The last one ends the launch: with few heads its long tiles would."""
-    section = measure(heads, -(-n // 64), 2, dim, **mask).section
+    section = config(heads, -(-n // 64), 2, dim, **mask).section
     assert 1 <= section <= heads
     assert -heads % section < section / 8
 
 
 def test_keys_and_values_in_flight_stay_in_l2():
-    in_flight = {d: 4 * 4096 * d * measure(64, 64, 2, d, causal=True).section >> 20 for d in (64, 128, 256)}
+    in_flight = {d: 4 * 4096 * d * config(64, 64, 2, d, causal=True).section >> 20 for d in (64, 128, 256)}
     assert in_flight == {64: 32, 128: 44, 256: 16}
 
 
 def decode(batch, heads, heads_kv, n, dim=128, queries=1, **options):
-    """The tile and the measure of few queries on 132 SMs."""
+    """The tile and the config of few queries on 132 SMs."""
     shapes = ((batch, queries, heads, dim), (batch, n, heads_kv, dim))
     q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     p = Problem.of(Call(q, k, k, **options))
     tile = choose(p, ARCHITECTURES[90]).tile
-    return tile, Measure.of(p, tile)
+    return tile, Config.of(p, tile)
 
 
 def test_few_queries_take_the_keys_in_parts():
     """As many as there are SMs for, but for what the merging costs, and where parts would be idle or change bits."""
-    assert [decode(b, 32, 8, 8192)[0].parts for b in (1, 2, 4, 8, 16)] == [16, 8, 4, 2, 1]
-    assert [decode(1, 8, 8, n)[0].parts for n in (1000, 2048, 65536)] == [1, 8, 16]
-    assert decode(1, 8, 8, 8192, causal=True, queries=3)[0].parts == 16
+    assert [decode(b, 32, 8, 8192)[0].num_splits for b in (1, 2, 4, 8, 16)] == [16, 8, 4, 2, 1]
+    assert [decode(1, 8, 8, n)[0].num_splits for n in (1000, 2048, 65536)] == [1, 8, 16]
+    assert decode(1, 8, 8, 8192, causal=True, queries=3)[0].num_splits == 16
     document = mods.document(*(torch.empty(1, n, dtype=torch.int32, device="meta") for n in (3, 8192)))
     for options in ({"window": (100, 0)}, {"deterministic": True}, {"mask": document}):
-        assert decode(1, 8, 8, 8192, queries=3, **options)[0].parts == 1
+        assert decode(1, 8, 8, 8192, queries=3, **options)[0].num_splits == 1
     torch.use_deterministic_algorithms(True)
     try:
-        assert decode(1, 8, 8, 8192)[0].parts == 1
+        assert decode(1, 8, 8, 8192)[0].num_splits == 1
     finally:
         torch.use_deterministic_algorithms(False)
     lengths = torch.empty(1, dtype=torch.int32, device="meta")
-    assert decode(1, 8, 8, 8192, mask=mods.cached(lengths, 1, 8192))[0].parts == 16
+    assert decode(1, 8, 8, 8192, mask=mods.cached(lengths, 1, 8192))[0].num_splits == 16
 
 
 @settings(deadline=None)
@@ -234,9 +235,9 @@ def test_every_part_has_keys(batch, heads, n, queries, dim):
     """One without would do others' again."""
     tile, m = decode(batch, heads, heads, n, dim, queries)
     deal = m.deal(132)
-    if tile.parts > 1:
+    if tile.num_splits > 1:
         assert (deal.parts - 1) * deal.width < m.key_tiles <= deal.parts * deal.width
-        assert deal.tiles == deal.tiles_head * batch * heads * tile.parts <= 132
+        assert deal.tiles == deal.tiles_head * batch * heads * tile.num_splits <= 132
 
 
 def test_parts_are_merged(driver):
@@ -255,7 +256,7 @@ def test_few_tiles_have_few_queries():
     best = {(64, 4, 4096): 1, (64, 8, 4096): 2, (64, 2, 16384): 2, (64, 1024, 512): 3, (64, 512, 1024): 3}
     h200 = replace(ARCHITECTURES[90], sm_count=132)
     for (dim, heads, n), groups in best.items():
-        m = measure(heads, -(-n // 64), 3, dim, causal=True)
+        m = config(heads, -(-n // 64), 3, dim, causal=True)
         assert m.suited(h200).block_m == 64 * groups, (dim, heads, n)
 
 
@@ -274,13 +275,13 @@ def test_a_launch_reads_the_tensors_of_its_call(driver):
 def test_workspaces_hold_what_kernels_write():
     """A mark for every 16 rows of every query head; whole tiles of dq where one sweep adds it up."""
     for heads, n in ((1, 1), (3, 5), (7, 64)):
-        m = measure(heads, n, 2, causal=True)
+        m = config(heads, n, 2, causal=True)
         assert 16 * m.marks >= heads * -(-m.p.seqlen_q // 64) * 64
     for dim, n in ((64, 1), (64, 1000), (128, 1000)):
         q = torch.empty((2, n, 3, dim), dtype=torch.bfloat16, device="meta")
         p = Problem.of(Call(q, q, q))
         rows, rest = divmod(hopper_backward.sums(p), 2 * 3 * dim)
-        assert (rest, rows % hopper_backward.Measure.all(p)[0].block) == (0, 0)
+        assert (rest, rows % hopper_backward.Config.all(p)[0].block) == (0, 0)
         assert rows >= n
 
 
@@ -308,8 +309,8 @@ def test_streams_do_not_share_counters(monkeypatch):
 
 def test_macros_follow_the_problem():
     for scale, prescale in ((0.5, 0), (0.0, 1), (-1.0, 1)):
-        assert measure(2, 4, 2, softmax_scale=scale).defines()["PRESCALE"] == prescale
-    m = measure(2, 4, 2)  # 253 queries and keys
+        assert config(2, 4, 2, softmax_scale=scale).defines()["PRESCALE"] == prescale
+    m = config(2, 4, 2)  # 253 queries and keys
     for keys, ragged in ((256, 0), (253, 1), (64, 0), (30, 1)):
         assert replace(m, p=replace(m.p, seqlen_kv=keys)).defines()["RAGGED"] == ragged
     assert m.staged
@@ -353,7 +354,7 @@ def backward(driver, monkeypatch):
         found.repairs.append(changed)
         return True
 
-    monkeypatch.setattr(hopper_backward.Measure, "compile", lambda _: None)
+    monkeypatch.setattr(hopper_backward.Config, "compile", lambda _: None)
     monkeypatch.setattr(hopper_backward.torch, "empty", room)
     monkeypatch.setattr(hopper_backward.launch, "again", again)
     return found

@@ -36,7 +36,7 @@ def of_every_family(request, monkeypatch):
     if request.param == "auto" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("auto takes the portable kernels here")
     monkeypatch.setattr(sys.modules[__name__], "family", request.param)
-    monkeypatch.setattr(hopper_forward.Measure, "suited", lambda m, dev: m.tile)
+    monkeypatch.setattr(hopper_forward.Config, "suited", lambda m, dev: m.tile)
     monkeypatch.setattr(hopper_forward, "LONG", 1)
     forget_plans()
     yield

@@ -14,6 +14,7 @@ import sartor
 from sartor import kernels, mods, nvrtc, ops, testing
 from sartor.device import Device
 from sartor.kernels.hopper import forward as hopper_forward
+from sartor.kernels.hopper.schedule import EVERY
 from sartor.kernels.spec import Operands, Plan, Tile
 from sartor.plan import choose
 from sartor.problem import Call, Problem, aux_values
@@ -52,8 +53,8 @@ def check(monkeypatch, q, k, v, **options):
     """The bits of tiles that are claimed one ahead, which must come out when they are claimed late."""
     call, found = Call(q, k, v, **{"causal": True, **options}), []
     p = Problem.of(call)
-    for rounds in (0, hopper_forward.EVERY):
-        monkeypatch.setattr(hopper_forward.Measure, "late_rounds", rounds)
+    for rounds in (0, EVERY):
+        monkeypatch.setattr(hopper_forward.Config, "late_rounds", rounds)
         for tile in tiles(p):
             found += results(call, tile)
     return same(found)
@@ -172,7 +173,7 @@ def test_keys_in_parts(dims, name):
             counts.add(-(-tiles // -(-tiles // most)))
         options.pop("out_dtype", None)
         for parts in counts:
-            out, lse = same(results(call, replace(tile, parts=parts)))
+            out, lse = same(results(call, replace(tile, num_splits=parts)))
             testing.check_all({"out": out, "lse": lse}, q, k, v, **options)
 
 
@@ -185,7 +186,7 @@ def test_what_is_not_finite_in_a_part():
         for options in ({}, {"causal": True}):
             call = Call(q, *((k, changed) if t is v else (changed, v)), **options)
             tile = next(t for t in SPEC.tiles(Problem.of(call), DEVICE) if t.block_m == 64)
-            (out, lse), (whole, whole_lse) = (results(call, replace(tile, parts=n))[0] for n in (4, 1))
+            (out, lse), (whole, whole_lse) = (results(call, replace(tile, num_splits=n))[0] for n in (4, 1))
             torch.testing.assert_close(out.isfinite(), whole.isfinite())
             torch.testing.assert_close(lse.isfinite(), whole_lse.isfinite())
 
@@ -196,7 +197,7 @@ def test_what_is_not_finite_in_a_part():
 def test_parts_by_themselves(shape):
     """What is taken in parts by itself; with gradients, and from a cache that is longer than what is filled."""
     q, k, v = testing.make_inputs(*shape, 128, None, torch.bfloat16, "cuda", "bshd", 0)
-    assert sartor.explain(q, k, v).plan.tile.parts > 1
+    assert sartor.explain(q, k, v).plan.tile.num_splits > 1
     testing.verify(q, k, v, through_lse=True)
     testing.verify(q, k[:, 7:-100], v[:, 7:-100], gradients=False)
 
@@ -262,10 +263,10 @@ def test_parts(dims, heads, monkeypatch):
     for long in (1 << 30, 1):
         monkeypatch.setattr(hopper_forward, "LONG", long)
         for tile in SPEC.tiles(Problem.of(call), DEVICE):
-            measure = SPEC.measure(Problem.of(call), tile)
+            config = SPEC.config(Problem.of(call), tile)
             if tile.block_n == 64 and tile.stages == 4:
-                assert measure.parted == (long == 1 and measure.groups > 1)
-                widths.add(measure.deal(DEVICE.sm_count).width)
+                assert config.parted == (long == 1 and config.groups > 1)
+                widths.add(config.deal(DEVICE.sm_count).width)
                 found += results(call, tile)
     assert len(widths) > 1
     out, lse = same(found)

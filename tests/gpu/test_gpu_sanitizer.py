@@ -25,8 +25,8 @@ PROGRAM = """
 import torch, sartor
 from sartor import mods, testing
 from sartor.kernels.hopper import forward as hopper_forward
-suited = hopper_forward.Measure.suited
-hopper_forward.Measure.suited = lambda m, dev: {suited}  # several warpgroups, as on large problems
+suited = hopper_forward.Config.suited
+hopper_forward.Config.suited = lambda m, dev: {suited}  # several warpgroups, as on large problems
 hopper_forward.LONG = 1  # parts likewise
 dtype, backward = torch.{dtype}, {backward}
 for dim in {dims}:

@@ -53,8 +53,7 @@ class Tile:
     """The config a kernel is compiled for: rows of queries, rows of keys, warps, pipeline stages.
 
     `then` is the config of the next kernel, where a pass has two kernels with configs of their own (dk and dv, then
-    dq). `parts` is the number of KV splits: above 1, partial outputs are float32, and the merge kernel combines them by
-    their lse.
+    dq). With `num_splits` above 1, partial outputs are float32, and the merge kernel combines them by their lse.
     """
 
     block_m: int
@@ -62,12 +61,12 @@ class Tile:
     warps: int = 4
     stages: int = 1
     then: Tile | None = None
-    parts: int = 1
+    num_splits: int = 1
 
     def __str__(self) -> str:
         after = f", {self.then}" if self.then else ""
-        parts = f" p{self.parts}" if self.parts > 1 else ""
-        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}{parts}{after}"
+        splits = f" p{self.num_splits}" if self.num_splits > 1 else ""
+        return f"{self.block_m}x{self.block_n} w{self.warps} s{self.stages}{splits}{after}"
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Tile:

@@ -1,6 +1,6 @@
 // What the Hopper backwards share: the rows that a block holds and steps over, a warpgroup's place, mask and marks.
 //
-// The kernel that includes this has a measure in macros: GROUPS (warpgroups
+// The kernel that includes this has a config in macros: GROUPS (warpgroups
 // that multiply, each with 64 held rows), KEYS (keys and values are held, queries and dout stepped over, not the other way
 // round), BLOCK (rows of a tile that is stepped over), MASK (0 none, 1 an interval a row).
 #pragma once
@@ -27,8 +27,8 @@ struct Task {
   DEVICE int heads_q() const { return n.heads_kv * n.group; }
   DEVICE int held() const { return KEYS ? n.seqlen_kv : n.seqlen_q; }
   DEVICE int stepped() const { return KEYS ? n.seqlen_q : n.seqlen_kv; }
-  DEVICE int turns() const { return KEYS ? n.group : 1; }
-  // of the g-th turn, in its batch: the head that is stepped over, the head of queries
+  DEVICE int rounds() const { return KEYS ? n.group : 1; }
+  // of the g-th round, in its batch: the head that is stepped over, the head of queries
   DEVICE int other(int g) const { return KEYS ? head * n.group + g : head / n.group; }
   DEVICE int query_head(int g) const { return KEYS ? other(g) : head; }
   DEVICE i64 row(int g) const { return (i64(batch) * heads_q() + query_head(g)) * (ceil_div(n.seqlen_q, 16) * 16); }
@@ -58,11 +58,11 @@ struct Task {
     return {lo / BLOCK, ceil_div(hi, BLOCK), ceil_div(full_lo, BLOCK), full_hi / BLOCK};
   }
 
-  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th turn. It is to hold rings by value: by reference
+  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th round. It is to hold rings by value: by reference
   // they cost registers
   template <class Visit> DEVICE void walk(Visit visit) const {
 #pragma unroll 1
-    for (int g = 0; g < turns(); g++) {
+    for (int g = 0; g < rounds(); g++) {
       const Range tiles = range(first, 64 * GROUPS, g);
 #pragma unroll 1
       for (int j = tiles.begin; j < tiles.end; j++) visit(g, j);

@@ -1,11 +1,11 @@
 // What the Hopper forwards share: shared memory, the scheduler, the loader, and a warpgroup's place, mask and output.
 //
 // The kernel that includes this has named its tiles, QTile, KTile and VTile, whether a warpgroup passes over the key tiles
-// before those that it sees (LEAVES), and its measure in macros: DIM_V, COLUMNS (of the output, at most DIM_V), GROUPS
+// before those that it sees (LEAVES), and its config in macros: DIM_V, COLUMNS (of the output, at most DIM_V), GROUPS
 // (consumer warpgroups), BLOCK_N (keys a tile), STAGES_K, STAGES_V, Q_BUFFERS, LATE_ROUNDS (of all blocks, the last ones, in
 // which query tiles are claimed late), ROWS (of a slice), MASK (0 none, 1 an interval a row, 2 any), LOWER (the interval
 // has a lower end), SCORE, PRESCALE, SINKS, BALANCED, PARTS (see `share`), SPLIT (keys are dealt out too), RAGGED (the last
-// key tile is not full), TURNS (warpgroups take turns at the tensor cores), WIDE (float32 output), BF16.
+// key tile is not full), PING_PONG (warpgroups take turns at the tensor cores), WIDE (float32 output), BF16.
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/near.cuh"
@@ -19,11 +19,13 @@ using Part = Slice<ROWS>;
 using Job = Work<GROUPS, MASK == 2>;
 constexpr int TELLERS = MASK == 2 ? 32 : 1;  // lanes that arrive for a warp at a job's barriers: all, if all write and read it
 
-// ---- shared memory: tiles first, then pairs of barriers (full, empty), then jobs
+// ---- shared memory, as Config.laid_out has it: tiles first, then pairs of barriers (full, empty), then jobs
 constexpr int AT_K = Q_BUFFERS * GROUPS * QTile::bytes, AT_V = AT_K + STAGES_K * KTile::bytes;
 constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
 constexpr int AT_JOBS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + 3 + Q_BUFFERS * GROUPS);  // 3: jobs and next
 constexpr int AT_NEAR = AT_JOBS + 2 * Job::bytes;  // NEAR_BYTES a consumer warp
+static_assert(AT_K == OFFSET_K && AT_V == OFFSET_V && AT_BARRIERS == OFFSET_BARRIERS);
+static_assert(AT_JOBS == OFFSET_JOBS && AT_NEAR == OFFSET_NEAR && SHARED_BYTES >= AT_NEAR + 4 * GROUPS * NEAR_BYTES);
 
 struct Rings {
   Ring<STAGES_K> k;
@@ -227,12 +229,12 @@ struct Worker {
     return true;
   }
 
-  // Warpgroups take turns at the tensor cores: one a key tile, used or not
+  // Ping-pong scheduling: warpgroups take turns at the tensor cores, one a key tile, used or not
   DEVICE void await_turn() const {
-    if (TURNS) group_sync(8 + group, 256);
+    if (PING_PONG) group_sync(8 + group, 256);
   }
   DEVICE void pass_turn() const {
-    if (TURNS) group_arrive(8 + (group + 1) % GROUPS, 256);
+    if (PING_PONG) group_arrive(8 + (group + 1) % GROUPS, 256);
   }
   DEVICE void pass_over() {
     await_turn(), pass_turn();

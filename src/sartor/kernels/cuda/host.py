@@ -25,13 +25,14 @@ _WORKSPACES: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 Made = TypeVar("Made")
 
 
-def reasons(p: Problem, dev: Device) -> list[str]:
+def reasons(p: Problem, dev: Device, capability: int) -> list[str]:
     """What every kernel of this kind needs of the machine, the lengths and what the mods read."""
     why = []
+    needed, given = (f"{n // 10}.{n % 10}" for n in (capability, dev.arch))
     if dev.is_cpu:
-        why.append("needs an NVIDIA GPU of compute capability 9.0, this is a CPU")
-    elif dev.arch != 90:
-        why.append(f"needs compute capability 9.0, {dev.name} has {dev.arch // 10}.{dev.arch % 10}")
+        why.append(f"needs an NVIDIA GPU of compute capability {needed}, this is a CPU")
+    elif dev.arch != capability:
+        why.append(f"needs compute capability {needed}, {dev.name} has {given}")
     elif nvrtc.missing():
         why.append(nvrtc.missing())
     if p.empty:
@@ -55,18 +56,21 @@ class Cut(Protocol):
         """Macros by name."""
 
 
-def build(m: Cut, dtype: str, file: str, widths: Iterable[int], kernels: tuple[Params, ...]) -> nvrtc.Binary:
-    """Compile `kernels`, of which the first reads the mods of its problem, from `file`, with a measure and products of
+def build(
+    target: str, m: Cut, dtype: str, file: str, widths: Iterable[int], kernels: tuple[Params, ...]
+) -> nvrtc.Binary:
+    """Compile `kernels`, of which the first reads the mods of its problem, from `file`, with a config and products of
     `dtype`, which are as wide as `widths` says. What was made in this process is found by these, without a look at the
     texts."""
     half = m.p.dtype.itemsize == 2
-    return _built(file, dtype, tuple(m.defines().items()), m.p.program, m.near, half, tuple(widths), kernels)
+    defines = tuple(m.defines().items())
+    return _built(target, file, dtype, defines, m.p.program, m.near, half, tuple(widths), kernels)
 
 
 @lru_cache(maxsize=1024)
 def _built(
-    file: str, dtype: str, defines: tuple[tuple[str, Any], ...], program: Program, near: tuple[int, ...], half: bool,
-    widths: tuple[int, ...], kernels: tuple[Params, ...],
+    target: str, file: str, dtype: str, defines: tuple[tuple[str, Any], ...], program: Program, near: tuple[int, ...],
+    half: bool, widths: tuple[int, ...], kernels: tuple[Params, ...],
 ) -> nvrtc.Binary:  # fmt: skip
     (main, *others), includes = kernels, nvrtc.headers(f'#include "{file}.cuh"', FOLDER)
     text = "\n".join([
@@ -79,7 +83,7 @@ def _built(
         f'#include "{file}.cuh"',
         main.checks(),
     ])  # fmt: skip
-    return nvrtc.compile(text, arch="sm_90a", include=FOLDER, name=f"{file}.cu")
+    return nvrtc.compile(text, arch=target, include=FOLDER, name=f"{file}.cu")
 
 
 def kept(make: Callable[[], Made]) -> Made:

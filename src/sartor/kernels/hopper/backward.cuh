@@ -12,12 +12,12 @@
 //
 // Warpgroups share tiles and nothing else: while one makes weights, the others multiply.
 //
-// FUSED: KEYS computes dq too, which saves two products of seven. A warpgroup leaves its score gradients in shared memory,
+// FUSED: KEYS computes dq too, which saves two products of seven. A warpgroup leaves its dS in shared memory,
 // and multiplies those of the block with the held keys a tile later, so that the other one may be half a tile behind. Its
 // part of a tile's dq, 64 queries by 64 columns, is added to float32 sums, by blocks in any order; `round_dq` makes 16 bits
 // of them.
 //
-// The measure, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
+// The config, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
 // swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its own),
 // MASK (0 none, 1 an interval a row), SCORE (of scores: 0 no change, 1 one whose derivative is 1, 2 any), BF16; PREPROCESS
 // (whether `preprocess` is in this text too) and for it WIDE (whether out has float32).
@@ -34,30 +34,33 @@ constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = G
 constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, of a warpgroup and of a warp
 constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's last three products, not the second
 
-// ---- shared memory: held tiles, stepped tiles, score gradients of two tiles (FUSED), of each stage lse and delta of its rows
-// (KEYS), barriers
-using Slopes = Staged<64 * GROUPS, BLOCK, 64>;  // score gradients, queries by keys: a chunk a warpgroup
+// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, dS of two tiles (FUSED), of each stage lse and
+// delta of its rows (KEYS), barriers, room to begin on 1024
+using DsTile = Staged<64 * GROUPS, BLOCK, 64>;  // dS, queries by keys: a chunk a warpgroup
 constexpr int AT_STAGES = HELD * GROUPS * Held::bytes, STAGE_BYTES = (2 - APART) * Tile::bytes;
 constexpr int AT_Y = AT_STAGES + STAGES * STAGE_BYTES;  // APART
-constexpr int AT_SLOPES = AT_Y + APART * Tile::bytes;
-constexpr int AT_ROWS = AT_SLOPES + FUSED * 2 * Slopes::bytes, DELTA = 4 * BLOCK, ROWS_BYTES = KEYS ? 8 * BLOCK : 0;
+constexpr int AT_DS = AT_Y + APART * Tile::bytes;
+constexpr int AT_ROWS = AT_DS + FUSED * 2 * DsTile::bytes, DELTA = 4 * BLOCK, ROWS_BYTES = KEYS ? 8 * BLOCK : 0;
 constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES;
+static_assert(AT_STAGES == OFFSET_STAGES && AT_Y == OFFSET_Y && AT_DS == OFFSET_DS && AT_ROWS == OFFSET_ROWS);
+static_assert(AT_BARRIERS == OFFSET_BARRIERS);
+static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 : APART)) + 1024);
 
 struct Rings {
   u32 held;  // a barrier
   Ring<STAGES> tiles;
-  Ring<2> slopes;
+  Ring<2> ds;
 #if APART
-  Ring<1> y{slopes.bars};  // in their place
+  Ring<1> y{ds.bars};  // in their place
 #endif
-  DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(held + 16), slopes(tiles.bars + 16 * STAGES) {}
+  DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(held + 16), ds(tiles.bars + 16 * STAGES) {}
   DEVICE void init() const {  // by one thread; a stage is full when its two tiles and what goes with its rows are there
     barrier_init(held, HELD * GROUPS);
     tiles.init(4 * GROUPS, 2 - APART + KEYS * (1 + DX));
 #if APART
     y.init(4 * GROUPS);
 #endif
-    if (FUSED) slopes.init(4 * GROUPS, 4 * GROUPS);
+    if (FUSED) ds.init(4 * GROUPS, 4 * GROUPS);
     barrier_publish();
   }
 };
@@ -144,7 +147,7 @@ struct Consumer : Worker {
   u32 a[BLOCK / 4], b[BLOCK / 4];  // weights and score gradients as A operands
   float lse[2], delta[2];          // of held queries
 #if FUSED
-  Ring<2> slopes;         // of the tile before; `rings` has those of the next one to write
+  Ring<2> ds;         // of the tile before; `rings` has those of the next one to write
   float dq[PART / 128];   // this thread's of the tile before
   float* sums = nullptr;  // where it is added
 #endif
@@ -152,7 +155,7 @@ struct Consumer : Worker {
   DEVICE Consumer(const Task& task, u32 base, int group)
       : Worker(task, base, group), rings(base)
 #if FUSED
-        , slopes(rings.slopes)
+        , ds(rings.ds)
 #endif
   {}
 
@@ -231,30 +234,30 @@ struct Consumer : Worker {
   }
 
 #if FUSED
-  DEVICE u32 slopes_at(const Ring<2>& ring) const { return base + AT_SLOPES + ring.stage() * Slopes::bytes; }
-  DEVICE void tell_slopes() {
+  DEVICE u32 ds_at(const Ring<2>& ring) const { return base + AT_DS + ring.stage() * DsTile::bytes; }
+  DEVICE void tell_ds() {
     __syncwarp();
-    if (lane == 0) barrier_arrive(rings.slopes.full());
-    rings.slopes.next();
+    if (lane == 0) barrier_arrive(rings.ds.full());
+    rings.ds.next();
   }
-  DEVICE void share_slopes() {  // to shared memory, keys of a query side by side
+  DEVICE void share_ds() {  // to shared memory, keys of a query side by side
     const int warp = threadIdx.x >> 5 & 3, query = (lane & 7) + (lane >> 4) * 8;
-    rings.slopes.await_empty();
-    const u32 to = slopes_at(rings.slopes) + group * Slopes::chunk_bytes + Slopes::swizzled(query, warp, lane >> 3 & 1);
+    rings.ds.await_empty();
+    const u32 to = ds_at(rings.ds) + group * DsTile::chunk_bytes + DsTile::swizzled(query, warp, lane >> 3 & 1);
     UNROLL for (int k = 0; k < BLOCK / 16; k++)
-      store_matrix_across(to + k * 16 * Slopes::row_bytes, *reinterpret_cast<const u32(*)[4]>(b + 4 * k));
+      store_matrix_across(to + k * 16 * DsTile::row_bytes, *reinterpret_cast<const u32(*)[4]>(b + 4 * k));
     shared_fence();
-    tell_slopes();
+    tell_ds();
   }
   DEVICE void multiply_keys() {  // dq of the tile before: a warpgroup has 64 of 128 queries, or of 128 columns
     constexpr bool rows = BLOCK == 128;
     static_assert(BLOCK * DIM == GROUPS * PART && GROUPS == 2 && WIDTH == 64);
-    slopes.await_full();
-    const u32 own = along_k(slopes_at(slopes) + rows * group * 64 * Slopes::row_bytes);
+    ds.await_full();
+    const u32 own = along_k(ds_at(ds) + rows * group * 64 * DsTile::row_bytes);
     const u32 keys = across_k<Held>(base + !rows * group * Held::chunk_bytes);
     wgmma_fence();
     UNROLL for (int k = 0; k < 4 * GROUPS; k++) {
-      const u64 x = sixteen<Slopes>(own, k);
+      const u64 x = sixteen<DsTile>(own, k);
       const u64 y = descriptor<Held>(keys + (k / 4 * 2 * Held::bytes + k % 4 * 16 * Held::row_bytes >> 4));
       k ? Wgmma<64>::ss<false, true>(dq, x, y) : Wgmma<64>::ss<true, true>(dq, x, y);
     }
@@ -262,8 +265,8 @@ struct Consumer : Worker {
   }
   DEVICE void add_dq() {
     pin(dq);
-    if (lane == 0) barrier_arrive(slopes.empty());
-    slopes.next();
+    if (lane == 0) barrier_arrive(ds.empty());
+    ds.next();
     if (sums)
       UNROLL for (int i = 0; i < PART / 128; i += 4)
         global_add_four(sums + 32 * i, make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]));
@@ -309,7 +312,7 @@ struct Consumer : Worker {
 #endif
     if (DY) add_product(dy, a, y);
 #if FUSED
-    share_slopes();
+    share_ds();
     if (!EARLY) multiply_keys();
 #endif
     if (DX) add_product(dx, b, x);
@@ -339,10 +342,10 @@ struct Consumer : Worker {
     if (!KEYS) read_held(lse, delta);
     barrier_wait(rings.held, 0);
 #if FUSED
-    tell_slopes();  // before the first tile there are none: what is multiplied is not added
+    tell_ds();  // before the first tile there are none: what is multiplied is not added
 #endif
 #pragma unroll 1
-    for (int g = 0; g < task.turns(); g++) {
+    for (int g = 0; g < task.rounds(); g++) {
       const Task::Range all = task.range(task.first, 64 * GROUPS, g);
       Task::Range own = {0, 0, 0, 0};  // the last block may have more warpgroups than rows for them
       if (first() < task.held()) own = task.range(first(), 64, g);

@@ -32,7 +32,9 @@ from sartor.features import (
 )
 from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.cuda import expressions, host
+from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
+from sartor.kernels.hopper import arch
 from sartor.kernels.room import Room
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
 from sartor.kernels.triton import launch
@@ -95,7 +97,7 @@ class HopperBackward(TritonBackward):
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """One: registers leave little choice."""
         tile = None
-        for m in Measure.all(p):
+        for m in Config.all(p):
             queries, keys = (m.block, 64 * m.groups) if m.keys else (64 * m.groups, m.block)
             tile = Tile(queries, keys, m.warps, m.stages, tile)
         assert tile is not None
@@ -107,7 +109,7 @@ class HopperBackward(TritonBackward):
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory that a block takes, of the kernels the one that takes most."""
-        return max(m.shared_bytes for m in Measure.all(plan.problem))
+        return max(m.shared_bytes for m in Config.all(plan.problem))
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """dq, dk, dv, dsinks."""
@@ -139,7 +141,7 @@ def tidy(p: Problem, dout: torch.Tensor) -> torch.Tensor:
 
 def reasons(p: Problem, dev: Device) -> list[str]:
     """What every backward of this kind needs of the machine, the lengths and masks."""
-    why = host.reasons(p, dev)
+    why = arch.reasons(p, dev)
     if p.program.keep is not None and not p.program.is_interval_both_ways:
         why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
     return why
@@ -163,12 +165,12 @@ def fused(p: Problem) -> bool:
 
 def sums(p: Problem) -> int:
     """How many there are, of one sweep."""
-    block = Measure.all(p)[0].block
+    block = Config.all(p)[0].block
     return p.batch * p.heads_q * -(-p.seqlen_q // block) * block * p.dim
 
 
 @dataclass(frozen=True)
-class Measure:
+class Config:
     """What a kernel is cut to: see the head of the .cuh."""
 
     p: Problem
@@ -179,8 +181,8 @@ class Measure:
     near = ()  # nothing is read for every pair
 
     @classmethod
-    def of(cls, p: Problem, *gradients: str) -> Measure:
-        """The measure of a problem: products as wide as registers hold scores and dp beside the gradients, and shared
+    def of(cls, p: Problem, *gradients: str) -> Config:
+        """The config of a problem: products as wide as registers hold scores and dp beside the gradients, and shared
         memory two stages of rows, one of y where that is fewer than 64. A third warpgroup must leave 64 rows, or 80
         without dp. In one sweep, as many rows as make 64 by 64 of dq for either warpgroup."""
         dim, count = columns(p), len(gradients)
@@ -190,12 +192,12 @@ class Measure:
         groups = 3 if count == 1 and change(p) < 2 and wider * (128 - dim // 2) >= 48 + 16 * wider else 2
         room = wider * ((128 if groups == 3 else 208) - count * dim // 2)
         room = max(64, room - CHANGE * (change(p) > 0))
-        measures = (cls(p, gradients, groups, rows) for rows in (128, 112, 96, 80, 64) if rows <= room)
-        return next((m for m in measures if m.stages > 1), cls(p, gradients, groups, 64, apart=True))
+        configs = (cls(p, gradients, groups, rows) for rows in (128, 112, 96, 80, 64) if rows <= room)
+        return next((m for m in configs if m.stages > 1), cls(p, gradients, groups, 64, apart=True))
 
     @classmethod
-    def all(cls, p: Problem) -> list[Measure]:
-        """The measures of the kernels that a problem takes, in the order of their launches."""
+    def all(cls, p: Problem) -> list[Config]:
+        """The configs of the kernels that a problem takes, in the order of their launches."""
         if fused(p):
             return [cls.of(p, "dk", "dv", "dq")]
         keys = [("dk", "dv")] if columns(p) <= BOTH else [("dk",), ("dv",)]  # dv keeps what dk marks
@@ -235,20 +237,23 @@ class Measure:
     @property
     def stages(self) -> int:
         """Pairs of tiles stepped over that shared memory has room for."""
-        return max((n for n in (1, 2, 3, 4) if self._bytes(n) <= 227 << 10), default=0)
+        return max((n for n in (1, 2, 3, 4) if self.laid_out(n).size <= arch.SHARED_BYTES), default=0)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
-        return self._bytes(self.stages)
+        return self.laid_out(self.stages).size
 
-    def _bytes(self, stages: int) -> int:
+    def laid_out(self, stages: int) -> Layout:
+        """Shared memory with so many stages: held tiles, stepped tiles, dS of two, what goes with rows, barriers."""
         row = 2 * self.width * -(-self.dim // self.width)
-        tile, rows = self.block * row, 8 * self.block if self.keys else 0
-        stepped = stages * (tile + rows) + (1 if self.apart else stages) * tile
-        slopes = 2 * (128 * self.block * self.groups + 16) if self.fused else 0
-        held = 1 if self.gradients == ("dv",) else 2
-        return held * self.groups * 64 * row + stepped + slopes + 16 * (1 + stages + self.apart) + 1024
+        tile, held = self.block * row, 1 if self.gradients == ("dv",) else 2
+        barriers = 1 + stages + (2 if self.fused else int(self.apart))
+        return Layout(
+            held=held * self.groups * arch.ROWS * row, stages=stages * (1 if self.apart else 2) * tile,
+            y=tile if self.apart else 0, ds=2 * 2 * arch.ROWS * self.block * self.groups if self.fused else 0,
+            rows=stages * 8 * self.block if self.keys else 0, barriers=16 * barriers, start=1024,
+        )  # fmt: skip
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
@@ -259,12 +264,12 @@ class Measure:
             "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages, "APART": int(self.apart),
             "MASK": int(p.program.keep is not None), "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
             "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
-        }  # fmt: skip
+        } | self.laid_out(self.stages).defines()  # fmt: skip
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
         dtype = "bf16" if self.p.dtype == torch.bfloat16 else "f16"
-        return host.build(self, dtype, "hopper/backward", {64, self.block, self.dim}, (PARAMS, PREPROCESS, ROUND))
+        return arch.build(self, dtype, "hopper/backward", {64, self.block, self.dim}, (PARAMS, PREPROCESS, ROUND))
 
 
 def room(p: Problem) -> Room:
@@ -289,7 +294,7 @@ class Step:
     maps: dict[str, nvrtc.TensorMaps] = field(default_factory=dict)
 
     @classmethod
-    def preprocess(cls, m: Measure, binary: nvrtc.Binary, out: torch.Tensor, dout: torch.Tensor) -> Step:
+    def preprocess(cls, m: Config, binary: nvrtc.Binary, out: torch.Tensor, dout: torch.Tensor) -> Step:
         """delta, lse in the log2 domain, and zeros to add dq to."""
         p, names = m.p, ("out", "dout", "lse", "dlse", "delta", "lse_log2", "sums")
         rows = m.block if m.fused else 64
@@ -302,8 +307,8 @@ class Step:
         return cls(nvrtc.Kernel(binary, PREPROCESS, 128, fixed=fixed), grid, {name: name for name in names})
 
     @classmethod
-    def sweep(cls, m: Measure, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: dict[str, Any]) -> Step:
-        """The kernel of a measure; `tensors` are like q, k, v, dout and the gradients, `aux` what no call changes."""
+    def sweep(cls, m: Config, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: dict[str, Any]) -> Step:
+        """The kernel of a config; `tensors` are like q, k, v, dout and the gradients, `aux` what no call changes."""
         p, (dx, dy) = m.p, m.outputs
         fixed = (
             of_strides("dx", launch.strides(tensors[dx]))
@@ -324,7 +329,7 @@ class Step:
         return cls(kernel, p.batch * heads * -(-length // (64 * m.groups)), mapped | others, maps)
 
     @classmethod
-    def round(cls, m: Measure, binary: nvrtc.Binary, dq: torch.Tensor) -> Step:
+    def round(cls, m: Config, binary: nvrtc.Binary, dq: torch.Tensor) -> Step:
         """Of dq, after a sweep that adds it up."""
         p = m.p
         fixed = of_strides("dq", launch.strides(dq)) | {
@@ -363,7 +368,7 @@ class Ready:
         steps: list[tuple[Step, bool]] = []
         reads = any(isinstance(value, torch.Tensor) for value in x.aux)
         aux = {} if reads else expressions.arguments(x.aux, p.program)
-        for m in Measure.all(p):
+        for m in Config.all(p):
             binary = m.compile()
             if not steps:
                 steps.append((Step.preprocess(m, binary, out, dout), False))

@@ -5,7 +5,7 @@
 // are persistent: the first product of the next query tile goes along with the last one of this, where there is room for
 // both tiles of queries.
 //
-// Beside the measure of cuda/forward.cuh: DIM (a multiple of 16; DIM_V is one of 8), WIDTH, WIDTH_V (columns a swizzled
+// Beside the config of cuda/forward.cuh: DIM (a multiple of 16; DIM_V is one of 8), WIDTH, WIDTH_V (columns a swizzled
 // chunk), LAST (columns of a narrower last chunk of q and k, or 0), HELD (of q, how many times 16 columns are held in
 // registers: the product of two operands in shared memory waits for them), DIM_EXACT (the head dim, padded to 8), AHEAD
 // (the next query tile is there before this one is done with), STAGED (the copy engine stores the output).
@@ -18,6 +18,7 @@ constexpr bool LEAVES = MASK && LOWER;
 #include "cuda/forward.cuh"
 #include "cuda/softmax.cuh"
 #include "hopper/repair.cuh"
+static_assert(SHARED_BYTES == AT_NEAR + 4 * GROUPS * NEAR_BYTES);
 
 constexpr int STEPS = DIM / 16;
 constexpr bool Q_REGISTERS = HELD == STEPS;  // all of q: its place is free for the next at once
@@ -304,7 +305,7 @@ struct Consumer : Worker {
 
   DEVICE void run() {
     if (!next_job()) return;
-    if (TURNS && group == 0) group_arrive(8, 256);
+    if (PING_PONG && group == 0) group_arrive(8, 256);
     bool turn = false;  // whether the first product takes one, as those do that others begin along with their last
     while (true) {
       skip();

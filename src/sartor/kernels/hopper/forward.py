@@ -1,4 +1,4 @@
-"""The Hopper forward, host side: which problems, which measure, tensor maps, launch. The kernel is in the .cuh beside.
+"""The Hopper forward, host side: which problems, which config, tensor maps, launch. The kernel is in the .cuh beside.
 
 A masked key whose value is NaN reaches its row through 0 * NaN. Rows of a masked problem that come out non-finite are
 marked, and computed again with care at the end (`repair.cuh`).
@@ -6,10 +6,8 @@ marked, and computed again with care at the end (`repair.cuh`).
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from struct import Struct
 from typing import Any, cast
 
@@ -32,10 +30,13 @@ from sartor.features import (
     WIDE_OUT,
 )  # fmt: skip
 from sartor.kernels.cuda import expressions, host
+from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
+from sartor.kernels.hopper import arch
+from sartor.kernels.hopper.schedule import Schedule
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
-from sartor.problem import Problem, mask_class, rows_on_16_bytes
+from sartor.problem import Problem, rows_on_16_bytes
 
 PARAMS = Params(
     "hopper_forward",
@@ -51,21 +52,13 @@ PARAMS = Params(
 )  # fmt: skip
 MERGE_PARAMS = Params(
     "hopper_merge",
-    outs="const float*", lses="const float*",  # of parts
+    outs="const float*", lses="const float*",  # of KV splits
     out="void*", lse="float*", sinks="const float*", **strides("out"),
-    heads="int", seqlen_q="int", parts="int", wide="int",
+    heads="int", seqlen_q="int", num_splits="int", wide="int",
 )  # fmt: skip
 MERGE_COLUMNS = 128  # a thread a column
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM = 256
-LONG = 8  # whole tiles of a head, at least, where the last tiles are dealt out in parts
-STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
-STEP_WIDE = STEP | {1: 1.4}  # of head dims beyond 128
-STEP_MASKED = {1: 1.8, 2: 2.3, 3: 3.0}  # under a mask, where few warpgroups wait for their own chain of products
-EVERY = 1 << 16  # rounds, more than there are
-ENDS = 2  # key tiles that the ends of a query tile take as long as
-MERGE = 640 << 10  # bytes of keys and values that an SM reads while parts are enqueued for merging and merged
-SHORTEST = 256  # keys of a part
 
 
 class HopperForward:
@@ -81,38 +74,38 @@ class HopperForward:
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What TMA, wgmma and the run-time compiler need."""
-        why = host.reasons(p, dev)
+        why = arch.reasons(p, dev)
         if max(p.dim, p.dim_v) > MAX_DIM:
             why.append(f"needs head dims up to {MAX_DIM}, got {p.dim} and {p.dim_v}")
         if not p.rows_on_16_bytes and p.dim % 8 == 0 and p.dim_v % 8 == 0:
             why.append("needs rows of q, k and v that start on 16 bytes, got strides or addresses that do not")
         return why or launch.no_tile(self, p, dev)
 
-    def measure(self, p: Problem, tile: Tile) -> Measure:
+    def config(self, p: Problem, tile: Tile) -> Config:
         """What the kernel is cut to."""
-        return Measure.of(p, tile)
+        return Config.of(p, tile)
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first."""
         for g, n, s in _grid(p):
-            m = self.measure(p, Tile(64 * g, n, 4 * (g + 1), s))
+            m = self.config(p, Tile(64 * g, n, 4 * (g + 1), s))
             fits = m.accumulators + 8 * len(m.near) <= m.registers and m.shared_bytes <= launch.room(dev)
             if fits and not m.stuck:
                 yield m.tile
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
-        """The tile with fewer queries, where few tiles leave SMs idle, or the keys in parts."""
-        return self.measure(p, tile).suited(dev)
+        """The tile with fewer queries, where few tiles leave SMs idle, or several KV splits."""
+        return self.config(p, tile).suited(dev)
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory a block takes."""
         assert plan.tile is not None
-        return self.measure(plan.problem, plan.tile).shared_bytes
+        return self.config(plan.problem, plan.tile).shared_bytes
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
-        m, dtype = self.measure(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
-        return host.build(m, dtype, "hopper/forward", (m.block_n, m.dim_v), (PARAMS, MERGE_PARAMS))
+        m, dtype = self.config(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
+        return arch.build(m, dtype, "hopper/forward", (m.block_n, m.dim_v), (PARAMS, MERGE_PARAMS))
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out, (b, sq, hq, dv) or in the layout of `x`, and lse (b, hq, sq)."""
@@ -144,35 +137,16 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """What blocks are given by number: see `share` in cuda/schedule.cuh."""
-
-    tiles_head: int  # whole ones, where there are parts
-    tiles: int  # numbers in all
-    whole: int
-    parts: int
-    width: int
-    time: float  # until the last is done, in units of STEP
-
-
-@dataclass(frozen=True)
-class Measure:
+class Config(Schedule):
     """What the kernel is cut to, beyond the problem: see the head of `forward.cuh`. A tile's stages are key and
     value tiles together, the odd one for keys: they stay longer, for tiles that are done again."""
 
-    p: Problem
-    tile: Tile
-    groups: int
-    block_n: int
-    dim: int  # rounded up to 16, a step of q k^T
-    dim_v: int  # rounded up to 8, as products can be wide
-    rows: int
     stages_k: int
     stages_v: int
 
     @classmethod
-    def of(cls, p: Problem, tile: Tile) -> Measure:
-        """The measure of a problem with a tile."""
+    def of(cls, p: Problem, tile: Tile) -> Config:
+        """The config of a problem with a tile."""
         rows = 64  # fewer queries than half of that: heads that share keys share a slice
         while p.group > 1 and rows >= 2 * max(p.seqlen_q, 1) and 64 // rows < p.group:
             rows //= 2
@@ -185,11 +159,6 @@ class Measure:
     def marks(self) -> int:
         """Warps' shares of tiles, 16 of 64 queries of a head, that may need repair."""
         return 4 * self.p.batch * self.p.heads_q * -(-self.p.seqlen_q // 64)
-
-    @property
-    def slices(self) -> int:
-        """Parts of 64 rows that the queries of a key head's heads make."""
-        return -(-self.p.seqlen_q // self.rows) * -(-self.p.group // (64 // self.rows))
 
     @property
     def steps(self) -> int:
@@ -247,7 +216,7 @@ class Measure:
     @property
     def q_buffers(self) -> int:
         """Two where the next tile's q would have to wait for this one's products, and there is room."""
-        two = not self.q_registers and self._bytes(2) <= 227 << 10
+        two = not self.q_registers and self.laid_out(2).size <= arch.SHARED_BYTES
         return 2 if two else 1
 
     @property
@@ -268,144 +237,41 @@ class Measure:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory a block: tiles, barriers, jobs, aux values."""
-        return self._bytes(self.q_buffers)
+        return self.layout.size
 
     @property
-    def section(self) -> int:
-        """Heads whose tiles are in flight together: their keys and values stay in L2, which spares power. Few take
-        long to end where the last ones are fewer still, and where tiles are short."""
-        p = self.p
-        room, least = (24, 1) if max(p.dim, p.dim_v) > 128 else (48 if p.dim > 64 else 32, 8)
-        if mask_class(p) != "band":  # rows see few of the keys
-            room, least = 64, 32
-        fit = (room << 20) // (2 * p.seqlen_kv * (p.dim + p.dim_v))
-        heads = p.batch * p.heads_kv
-        most = min(max(least, min(fit, 8 * p.seqlen_kv // p.dim)), heads)
-        return min(range(most, most // 2, -1), key=lambda section: -heads % section * 8 // section)
+    def layout(self) -> Layout:
+        """Of shared memory."""
+        return self.laid_out(self.q_buffers)
 
     @property
-    def turns(self) -> bool:
-        """Whether warpgroups take turns at the tensor cores."""
+    def ping_pong(self) -> bool:
+        """Whether warpgroups take turns at the tensor cores (Shah et al. 2024, FlashAttention-3, section 3.1)."""
         return self.groups > 1 and not (self.q_registers and self.dim >= 128)
 
     @property
     def stuck(self) -> bool:
         """Whether warpgroups could wait for each other for ever: who passes over a key tile holds it until its turn,
         which whoever works on that tile passes on when the next one is there. With one stage it never is."""
-        return self.stages_k == 1 and self.turns and (self.mask > 0 or self.parted)
-
-    @property
-    def balanced(self) -> bool:
-        """Whether blocks claim tiles from one counter, the longest first; otherwise every so many-th is a block's."""
-        return self.mask > 0 and not self.split
-
-    @property
-    def split(self) -> bool:
-        """Whether keys are dealt out in parts too (Dao, Haziza, Massa and Sizov 2023, Flash-Decoding)."""
-        return self.tile.parts > 1
-
-    @property
-    def parted(self) -> bool:
-        """Whether the last tiles are dealt out in parts: blocks are given equally many, heads are long enough that to
-        read one again, for a part, is little, and registers suffice."""
-        plain = self.mask == 0 and self.p.program.score is None
-        return plain and self.groups > 1 and self.slices // self.groups >= LONG
-
-    def deal(self, sms: int) -> Deal:
-        """What so many SMs are given, in parts as wide as ends soonest."""
-        heads, wide = self.p.batch * self.p.heads_kv, max(self.dim, self.dim_v) > 128
-        step = STEP_WIDE if wide else STEP_MASKED if self.mask else STEP
-        tiles_head = -(-self.slices // self.groups)
-        if self.split:
-            width = -(-self.key_tiles // self.tile.parts)
-            tiles = tiles_head * heads * self.tile.parts
-            return Deal(tiles_head, tiles, tiles, self.tile.parts, width, step[self.groups] * math.ceil(tiles / sms))
-        if not self.parted:
-            tiles, rounds = tiles_head * heads, tiles_head * heads / sms
-            rounds = max(rounds * self.mean(tiles_head), 1.0) if self.mask else math.ceil(rounds)
-            return Deal(tiles_head, tiles, tiles, 0, self.groups, step[self.groups] * rounds)
-        tiles_head, rest = divmod(self.slices, self.groups)
-        left, rests = tiles_head * heads % sms, [rest] * heads if rest else []
-
-        def last(width: int) -> float:
-            dealt = [min(width, self.groups - i) for i in range(0, self.groups, width)] * left + rests
-            times = [step[slices] for slices in dealt]
-            ends = times[:sms]  # of each SM, which are given them in turns
-            for first in range(sms, len(times), sms):
-                turn = times[first : first + sms]
-                ends[: len(turn)] = map(operator.add, ends, turn)
-            return max(ends, default=0.0)
-
-        width = min(range(self.groups, 0, -1), key=last)
-        whole, parts = tiles_head * heads - left, left * -(-self.groups // width)
-        time = step[self.groups] * whole / sms + last(width)
-        return Deal(tiles_head, whole + parts + len(rests), whole, parts, width, time)
-
-    def mean(self, tiles_head: int) -> float:
-        """Time of a query tile in the mean, as a share of the longest's. Where later rows see more keys, a head's first
-        tile is the one that is not full."""
-        if mask_class(self.p) != "band":
-            return 0.75  # what is seen is not known here
-        keys = self.key_tiles
-        seen = 1 - self.groups * (tiles_head - 1) / (2 * self.slices)  # of the keys
-        return (seen * keys + ENDS) / (keys + ENDS)
-
-    def suited(self, dev: Device) -> Tile:
-        """The tile with the fewest queries of those that end soonest: with all of them, few tiles would leave SMs idle.
-        Its keys stay, and so do all results, unless even so few tiles are left that the keys are taken in parts."""
-        sms = dev.sm_count
-        if not sms:
-            return self.tile
-        groups = min(range(1, self.groups + 1), key=lambda g: replace(self, groups=g).deal(sms).time)
-        parts = self.key_parts(sms) if groups == 1 else 1
-        return replace(self.tile, block_m=64 * groups, warps=4 * (groups + 1), parts=parts)
-
-    def key_parts(self, sms: int) -> int:
-        """For tiles of 64 rows: as many as there are SMs for, if that is worth the merging. Where rows begin to see
-        keys anywhere, most parts would be idle. How many there are changes bits, and may change with the batch."""
-        most = min(sms // (self.slices * self.p.batch * self.p.heads_kv), self.p.seqlen_kv // SHORTEST)
-        if self.lower or self.p.deterministic or most < 2:
-            return 1
-        width = -(-self.key_tiles // most)
-        saved = 2 * (self.key_tiles - width) * self.block_n * (self.dim + self.dim_v)
-        return -(-self.key_tiles // width) if saved > MERGE else 1
-
-    @property
-    def key_tiles(self) -> int:
-        """Of all keys."""
-        return -(-self.p.seqlen_kv // self.block_n)
-
-    @property
-    def mask(self) -> int:
-        """What rows attend to: 0 everything, 1 an interval that the mask's text gives, 2 anything else."""
-        program = self.p.program
-        return 0 if program.keep is None else 1 if program.is_interval else 2
-
-    @property
-    def lower(self) -> bool:
-        """Whether what a row attends to may begin after the first key."""
-        return self.mask == 2 or self.p.program.has_lower_end
-
-    @property
-    def late_rounds(self) -> int:
-        """Rounds of all blocks, the last ones, in which tiles are claimed late: who holds one back leaves others idle
-        in the end. All, under a causal mask, whose longest tiles come first; else the loader is not to wait."""
-        return EVERY if self.mask and not self.lower else 2
+        return self.stages_k == 1 and self.ping_pong and (self.mask > 0 or self.parted)
 
     @property
     def near(self) -> tuple[int, ...]:
         """The aux values that are brought to shared memory tile by tile."""
         return expressions.near(self.p.program) if self.p.aux_on_16_bytes else ()
 
-    def _bytes(self, q_buffers: int) -> int:
+    def laid_out(self, q_buffers: int) -> Layout:
+        """Shared memory with so many buffers for q."""
         qk, v = self.row_bytes
         step = 1024 if self.widths[1] else 1  # a chunk of 64 columns begins on 1024 bytes
         q_tile, k_tile = (-(-rows * qk // step) * step for rows in (64, self.block_n))
-        tiles = q_buffers * self.groups * q_tile + self.stages_k * k_tile + self.stages_v * self.block_n * v
-        pairs = self.stages_k + self.stages_v + 3 + q_buffers * self.groups  # 3: of notes, and of the word
+        barriers = self.stages_k + self.stages_v + 3 + q_buffers * self.groups  # 3: of notes, and of the word
         near = sum(self.block_n * expressions.size(self.p.program.aux[i]) + 16 for i in self.near)
-        note = 24 + (536 if self.mask == 2 else 24) * self.groups
-        return tiles + 16 * pairs + 2 * note + 64 * self.groups * near
+        job = 24 + (536 if self.mask == 2 else 24) * self.groups
+        return Layout(
+            q=q_buffers * self.groups * q_tile, k=self.stages_k * k_tile, v=self.stages_v * self.block_n * v,
+            barriers=16 * barriers, jobs=2 * job, near=64 * self.groups * near,
+        )  # fmt: skip
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
@@ -420,34 +286,34 @@ class Measure:
             "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0),
             "SINKS": int(p.sinks and not self.split), "SPLIT": int(self.split),
             "BALANCED": int(self.balanced), "PARTS": int(self.parted), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
-            "TURNS": int(self.turns),
+            "PING_PONG": int(self.ping_pong),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32 or self.split),
             "AHEAD": int(self.ahead), "STAGED": int(self.staged),
-        }  # fmt: skip
+        } | self.layout.defines()  # fmt: skip
 
 
 @dataclass
 class Merge:
-    """The launch that puts the results of parts together, and the room that they take, in float32."""
+    """The launch that merges the results of KV splits, and the room that they take, in float32."""
 
     kernel: nvrtc.Kernel
     grid: int
-    strides: tuple[int, int, int]  # of a part's output, which lies as a batch item's
+    strides: tuple[int, int, int]  # of a split's output, which lies as a batch item's
     lses: int  # bytes from the outputs on
     size: torch.Tensor  # one number, expanded to all that is in the room
 
     @classmethod
-    def of(cls, binary: nvrtc.Binary, m: Measure, out: torch.Tensor) -> Merge:
+    def of(cls, binary: nvrtc.Binary, m: Config, out: torch.Tensor) -> Merge:
         """For an output like `out`, (b, sq, hq, dv)."""
-        p, parts = m.p, m.tile.parts
+        p, splits = m.p, m.tile.num_splits
         rows = p.batch * p.heads_q * p.seqlen_q
-        outs, wide = parts * rows * p.dim_v, p.out_dtype == torch.float32
+        outs, wide = splits * rows * p.dim_v, p.out_dtype == torch.float32
         fixed = of_strides("out", launch.strides(out))
-        fixed |= {"heads": p.heads_q, "seqlen_q": p.seqlen_q, "parts": parts, "wide": int(wide)}
+        fixed |= {"heads": p.heads_q, "seqlen_q": p.seqlen_q, "num_splits": splits, "wide": int(wide)}
         return cls(
             nvrtc.Kernel(binary, MERGE_PARAMS, MERGE_COLUMNS, fixed=fixed), rows * -(-p.dim_v // MERGE_COLUMNS),
             (p.heads_q * p.seqlen_q * p.dim_v, p.seqlen_q * p.dim_v, p.dim_v), 4 * outs,
-            host.like((outs + parts * rows,), out.device),
+            host.like((outs + splits * rows,), out.device),
         )  # fmt: skip
 
     def room(self) -> tuple[torch.Tensor, int, int]:
@@ -469,13 +335,13 @@ class Ready:
     maps: tuple[nvrtc.TensorMaps, ...]  # of q, k, v
     out_maps: nvrtc.TensorMaps | None  # of a warp's rows of out, if the copy engine stores them
     lse: torch.Tensor  # one number, expanded to lse's shape: `empty_like` parses less than `empty`
-    merge: Merge | None  # where the keys are in parts
+    merge: Merge | None  # of several KV splits
 
     @classmethod
     def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands) -> Ready:
         """Everything the launches of a plan need."""
         p, spec = plan.problem, cast(HopperForward, plan.kernel)
-        m = spec.measure(p, plan.tile)  # type: ignore[arg-type]
+        m = spec.config(p, plan.tile)  # type: ignore[arg-type]
         tensors = (allocate_out(p, x.q, x.layout), _padded(x.q), _padded(x.k), _padded(x.v))
         out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
         merge = Merge.of(binary, m, out) if m.split else None
@@ -489,19 +355,19 @@ class Ready:
             "factor": launch.factor(p, p.softmax_scale), "scale": p.softmax_scale,
         } | ({} if reads else expressions.arguments(x.aux, p.program))  # fmt: skip
         params = PARAMS.followed_by(expressions.parameters(p.program))
-        kernel = nvrtc.Kernel(binary, params, 128 * (m.groups + 1), m.shared_bytes, fixed)
+        kernel = nvrtc.Kernel(binary, params, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
         return cls(
             p, kernel, min(deal.tiles, sms), reads,
-            () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks * m.tile.parts,
+            () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks * m.tile.num_splits,
             (host.maps(q, slice_, width, last), host.maps(k, tile, width, last), host.maps(v, tile, width_v)),
             host.maps(out, (16, 1), width_v) if m.staged else None,
             host.like((p.batch, p.heads_q, p.seqlen_q), q.device), merge,
         )  # fmt: skip
 
     def run(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One launch on the current stream, and with the keys in parts the one that merges them."""
+        """One launch on the current stream, and with several KV splits the one that merges them."""
         p, q, k, v = self.problem, x.q, x.k, x.v
         if p.dim % 8 or p.dim_v % 8:
             q, k, v = _padded(q), _padded(k), _padded(v)

@@ -11,7 +11,7 @@
 // starts from zero and is added by an ordinary multiply-add, with the tile's unit (triton/products.py). Warpgroups share
 // tiles and nothing else: while one makes weights, the other multiplies.
 //
-// The measure, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH, WIDTH_V
+// The config, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH, WIDTH_V
 // (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it take as many
 // registers as the result), STAGES_X, STAGES_Y, MASK (0 none, 1 an interval a row), SINKS, REGAINED (what dp is
 // multiplied with, for what was cut off it: triton/split.py).
@@ -24,11 +24,15 @@ using YTile = Pair<Staged<DIM_V, 64, WIDTH_V>>;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int SEGMENT = 128;  // rows that share a unit (triton/split.py)
 
-// ---- shared memory: held tiles, stepped tiles, of each stage what goes with its rows, barriers
+// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, of each stage what goes with its rows, barriers,
+// room to begin on 1024
 constexpr int AT_HELD_Y = GROUPS * XTile::bytes, AT_X = AT_HELD_Y + GROUPS * YTile::bytes;
 constexpr int AT_Y = AT_X + STAGES_X * XTile::bytes, AT_ROWS = AT_Y + STAGES_Y * YTile::bytes;
 constexpr int DELTA = 256, GAIN = 512, UNITS = KEYS ? 768 : 0, ROWS_BYTES = UNITS + 16;  // bytes from a stage's lse
 constexpr int AT_BARRIERS = AT_ROWS + STAGES_X * ROWS_BYTES;
+static_assert(AT_HELD_Y == OFFSET_HELD_Y && AT_X == OFFSET_X && AT_Y == OFFSET_Y && AT_ROWS == OFFSET_ROWS);
+static_assert(AT_BARRIERS == OFFSET_BARRIERS);
+static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES_X + STAGES_Y) + 1024);
 
 struct Rings {
   u32 held;  // a barrier
@@ -45,7 +49,7 @@ struct Rings {
 
 #include "cuda/backward.cuh"
 
-DEVICE const float* units_stepped(const Task& task, const float* units, int g) {  // of the g-th turn
+DEVICE const float* units_stepped(const Task& task, const float* units, int g) {  // of the g-th round
   const int heads = KEYS ? task.heads_q() : task.n.heads_kv;
   return units + (i64(task.batch) * heads + task.other(g)) * ceil_div(task.stepped(), SEGMENT);
 }
@@ -293,7 +297,7 @@ struct Consumer : Worker {
     }
     barrier_wait(rings.held, 0);
 #pragma unroll 1
-    for (int g = 0; g < task.turns(); g++) {
+    for (int g = 0; g < task.rounds(); g++) {
       const Task::Range all = task.range(task.first, 64 * GROUPS, g), own = task.range(first(), 64, g);
 #pragma unroll 1
       for (int j = all.begin; j < all.end; j++) {

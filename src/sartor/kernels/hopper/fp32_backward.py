@@ -27,8 +27,10 @@ from sartor.features import (
     UNALIGNED_TABLES,
 )
 from sartor.kernels.cuda import expressions, host
+from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.pairs import maps, noise
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
+from sartor.kernels.hopper import arch
 from sartor.kernels.hopper import backward as hopper_backward
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
 from sartor.kernels.triton import launch
@@ -71,7 +73,7 @@ class HopperFp32Backward(Fp32Backward):
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """One: registers leave no choice of rows, shared memory none of stages."""
-        stages = sum(Measure(p, True).stages)
+        stages = sum(Config(p, True).stages)
         yield Tile(64, ROWS, 12, stages, Tile(ROWS, 64, 12, stages))
 
     def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
@@ -80,7 +82,7 @@ class HopperFp32Backward(Fp32Backward):
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory that a block of dk and dv takes."""
-        return Measure(plan.problem, True).shared_bytes
+        return Config(plan.problem, True).shared_bytes
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """dq, dk, dv, dsinks: Triton's launches in three sections, between which the two of CUDA C++ stand."""
@@ -107,7 +109,7 @@ class HopperFp32Backward(Fp32Backward):
 
 
 @dataclass(frozen=True)
-class Measure:
+class Config:
     """What a kernel is cut to: see the head of the .cuh. `keys` says that it is the one for dk and dv."""
 
     p: Problem
@@ -133,17 +135,22 @@ class Measure:
     @property
     def stages(self) -> tuple[int, int]:
         """Tiles stepped over in shared memory, of q or k, and of dout or v; the former stay longer."""
-        return next((x, y) for x, y in ((3, 3), (3, 2), (2, 2), (2, 1)) if self._bytes(x, y) <= 227 << 10)
+        return next(
+            (x, y) for x, y in ((3, 3), (3, 2), (2, 2), (2, 1)) if self.laid_out(x, y).size <= arch.SHARED_BYTES
+        )
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
-        return self._bytes(*self.stages)
+        return self.laid_out(*self.stages).size
 
-    def _bytes(self, stages_x: int, stages_y: int) -> int:
-        x, y = (256 * width * -(-d // width) for d, width in zip(self.dims, self.widths, strict=True))
-        stage = x + (784 if self.keys else 16)  # with what goes with its rows
-        return self.groups * (x + y) + stages_x * stage + stages_y * y + 16 * (1 + stages_x + stages_y) + 1024
+    def laid_out(self, stages_x: int, stages_y: int) -> Layout:
+        """Shared memory with so many stages: held tiles, tiles stepped over, what goes with rows, barriers."""
+        x, y = (4 * arch.ROWS * width * -(-d // width) for d, width in zip(self.dims, self.widths, strict=True))
+        return Layout(
+            held_x=self.groups * x, held_y=self.groups * y, x=stages_x * x, y=stages_y * y,
+            rows=stages_x * (784 if self.keys else 16), barriers=16 * (1 + stages_x + stages_y), start=1024,
+        )  # fmt: skip
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
@@ -154,19 +161,19 @@ class Measure:
             "COLUMNS_V": p.dim_v, "WIDTH": width, "WIDTH_V": width_v, "PARTS_X": parts_x, "PARTS_Y": parts_y,
             "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": int(p.program.keep is not None),
             "SINKS": int(p.sinks), "BLOCK": 64, "REGAINED": f"{split.regained(p.dim_v)!r}f",
-        }  # fmt: skip
+        } | self.laid_out(*self.stages).defines()  # fmt: skip
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
         widths = {64, *(d // parts for d, parts in zip(self.dims, self.parts, strict=True))}
-        return host.build(self, "f16", "hopper/fp32_backward", widths, (PARAMS,))
+        return arch.build(self, "f16", "hopper/fp32_backward", widths, (PARAMS,))
 
 
 @dataclass
 class Ready:
     """One of the two kernels, compiled, with what does not change between calls of one key."""
 
-    measure: Measure
+    config: Config
     kernel: nvrtc.Kernel
     grid: int
     maps: dict[str, nvrtc.TensorMaps]  # of pairs, by name: what is held, then what is stepped over
@@ -177,7 +184,7 @@ class Ready:
         """Everything the launches of a plan need. Each 64 rows have an SM of their own where there are that many."""
         batch, length, heads = (p.batch, p.seqlen_kv, p.heads_kv) if keys else (p.batch, p.seqlen_q, p.heads_q)
         groups = 1 if batch * heads * -(-length // 64) <= sms else 2
-        m = Measure(p, keys, groups)
+        m = Config(p, keys, groups)
         of_q, of_k = (p.batch, p.seqlen_q, p.heads_q), (p.batch, p.seqlen_kv, p.heads_kv)
         x, y = ((dim, 64, width) for dim, width in zip((p.dim, p.dim_v), m.widths, strict=True))
         tensors = {"q": (of_q, *x), "dout": (of_q, *y), "k": (of_k, *x), "v": (of_k, *y)}
@@ -188,7 +195,7 @@ class Ready:
         factor = p.softmax_scale * split.regained(p.dim) * launch.LOG2_E
         numbers = {"factor": factor, "scale": p.softmax_scale, "noise": noise(p)}
         params = PARAMS.followed_by(expressions.parameters(p.program))
-        kernel = nvrtc.Kernel(m.compile(), params, 128 * (groups + 1), m.shared_bytes, fixed | numbers)
+        kernel = nvrtc.Kernel(m.compile(), params, arch.WARPGROUP * (groups + 1), m.shared_bytes, fixed | numbers)
         grid = batch * heads * -(-length // (64 * groups))
         return cls(m, kernel, grid, {n: maps(*tensors[n]) for n in names}, (dx, dy))
 
@@ -199,7 +206,7 @@ class Ready:
         values: dict[str, Any] = {unit: pairs[name].units.data_ptr() for unit, name in tensors.items()}
         for name, tensor in {"held_x": held_x, "held_y": held_y, "x": x, "y": y}.items():
             values[name] = self.maps[tensor][pairs[tensor].data.data_ptr()]
-        (dx, dy), marks = self.outputs, "bad_kv" if self.measure.keys else "bad_q"
+        (dx, dy), marks = self.outputs, "bad_kv" if self.config.keys else "bad_q"
         named = {
             "lse": "lse_log2",
             "delta": "delta",

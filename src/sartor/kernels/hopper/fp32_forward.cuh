@@ -8,7 +8,7 @@
 // which many read, are split into global memory by two warps that have nothing else to do, ahead of who needs them, and by
 // all warps before the first product: so most of the time that it takes is hidden behind the products.
 //
-// Tiles that pairs do not do are marked, to be computed again. Beside the measure of cuda/forward.cuh: DIM (a multiple of
+// Tiles that pairs do not do are marked, to be computed again. Beside the config of cuda/forward.cuh: DIM (a multiple of
 // 16, as DIM_V is), DIM_EXACT (columns of q and k in memory), WIDTH, WIDTH_V (columns a swizzled chunk), VECTOR (rows
 // begin and end on 16 bytes), AHEAD (the next queries are copied beside the last product), HUGE_SCORE (log2). ROWS is 64.
 #pragma once
@@ -32,6 +32,7 @@ constexpr int SPLITTER_REGISTERS = PARTED - (GROUPS == 3 ? 3 : 2) * OTHER_REGIST
 // There is more, in the place of the tiles, before the first tile comes.
 constexpr int AT_UNITS = AT_NEAR + 4 * GROUPS * NEAR_BYTES, AT_ROOM = (AT_UNITS + 8 * STAGES_K + 15) & ~15;
 constexpr int ROOM_BYTES = TEAM_BYTES + (SplitK::bytes > SplitV::bytes ? SplitK::bytes : SplitV::bytes);
+static_assert(AT_UNITS == OFFSET_UNITS && AT_ROOM == OFFSET_ROOM && SHARED_BYTES >= AT_ROOM + ROOM_BYTES);
 constexpr int ROOMS = AT_ROOM / ROOM_BYTES + 1, TEAMS = ROOMS < WARPS / 2 ? ROOMS : WARPS / 2;  // before the first tile
 
 // Keys and values, and the pairs that are made of them, a key tile of one of both at a time. Teams claim these items in the

@@ -27,7 +27,9 @@ from sartor.features import (
     UNALIGNED,
 )
 from sartor.kernels.cuda import expressions, host, pairs
+from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
+from sartor.kernels.hopper import arch
 from sartor.kernels.hopper import forward as hopper_forward
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import fp32_forward, launch
@@ -64,7 +66,7 @@ class HopperFp32:
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What TMA, wgmma and the run-time compiler need, beside what pairs do."""
-        why = fp32_forward.reasons(p, dev) + host.reasons(p, dev)
+        why = fp32_forward.reasons(p, dev) + arch.reasons(p, dev)
         if p.dim_v > MAX_DIM_V:
             why.append(f"needs a head dim of v up to {MAX_DIM_V}, twice which registers hold, got {p.dim_v}")
         return why or launch.no_tile(self, p, dev)
@@ -78,24 +80,24 @@ class HopperFp32:
         for groups in (1, 2) if slices == 1 else (3, 2, 1) if narrow else (2, 1):
             for block_n in (64, 128, 32, 16):  # a tile's keys share a unit
                 for stages in (6, 5, 4, 3, 2):
-                    m = Measure.of(p, Tile(64 * groups, block_n, 4 * (groups + 1), stages))
+                    m = Config.of(p, Tile(64 * groups, block_n, 4 * (groups + 1), stages))
                     fits = m.accumulators + reads <= (128 if groups == 3 else 192)
                     if fits and m.shared_bytes <= launch.room(dev):
                         yield m.tile
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
         """The tile with fewer queries, where few tiles leave SMs idle."""
-        return Measure.of(p, tile).suited(dev)
+        return Config.of(p, tile).suited(dev)
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory a block takes."""
         assert plan.tile is not None
-        return Measure.of(plan.problem, plan.tile).shared_bytes
+        return Config.of(plan.problem, plan.tile).shared_bytes
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
-        m = Measure.of(p, tile)
-        return host.build(m, "f16", "hopper/fp32_forward", (m.block_n, m.dim_v), (PARAMS,))
+        m = Config.of(p, tile)
+        return arch.build(m, "f16", "hopper/fp32_forward", (m.block_n, m.dim_v), (PARAMS,))
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """out (b, sq, hq, dv) and lse (b, hq, sq)."""
@@ -126,12 +128,12 @@ class HopperFp32:
         yield f"the forward splits k and v into pairs of float16: {size / 2**20:.1f} MiB beside them"
 
 
-class Measure(hopper_forward.Measure):
+class Config(hopper_forward.Config):
     """What the kernel is cut to: see the head of `fp32_forward.cuh`."""
 
     @classmethod
-    def of(cls, p: Problem, tile: Tile) -> Measure:
-        """The measure of a problem with a tile; a slice is of one head, whose queries share a unit."""
+    def of(cls, p: Problem, tile: Tile) -> Config:
+        """The config of a problem with a tile; a slice is of one head, whose queries share a unit."""
         return replace(super().of(p, tile), rows=64)  # type: ignore[return-value]
 
     @property
@@ -161,7 +163,7 @@ class Measure(hopper_forward.Measure):
         """Never: few problems would gain."""
         return False
 
-    def key_parts(self, sms: int) -> int:
+    def num_splits(self, sms: int) -> int:
         """One: who splits float32 does so for all blocks."""
         return 1
 
@@ -188,14 +190,17 @@ class Measure(hopper_forward.Measure):
         columns = -(-wide // 128) * 128 if wide > 128 else 1 << (wide - 1).bit_length()
         return max(4 * self.block_n * columns, 1024) + 16
 
-    def _bytes(self, q_buffers: int) -> int:
-        return super()._bytes(q_buffers) + 8 * self.stages_k + 16 + self.room_bytes
+    def laid_out(self, q_buffers: int) -> Layout:
+        """With the units of a stage's keys and values, and room for a team that splits."""
+        units = -(-8 * self.stages_k // 16) * 16
+        spare = 8 * self.stages_k + 16 - units
+        return Layout(**super().laid_out(q_buffers).regions, units=units, room=self.room_bytes, spare=spare)
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
         p = self.p
         return super().defines() | {
-            "DIM_EXACT": p.dim, "TURNS": 0,
+            "DIM_EXACT": p.dim, "PING_PONG": 0,
             "VECTOR": int(p.rows_on_16_bytes and p.dim % 4 == 0 and p.dim_v % 4 == 0),
             "HUGE_SCORE": f"{products.HUGE.value}f",
         }  # fmt: skip
@@ -205,7 +210,7 @@ class Measure(hopper_forward.Measure):
 class Ready:
     """A compiled kernel with what does not change between calls of one key."""
 
-    measure: Measure
+    config: Config
     kernel: nvrtc.Kernel
     grid: int
     maps: tuple[nvrtc.TensorMaps, nvrtc.TensorMaps]  # of the pairs of k, v
@@ -214,7 +219,7 @@ class Ready:
     @classmethod
     def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands, out: torch.Tensor) -> Ready:
         """Everything the launches of a plan need."""
-        p, m = plan.problem, Measure.of(plan.problem, plan.tile)  # type: ignore[arg-type]
+        p, m = plan.problem, Config.of(plan.problem, plan.tile)  # type: ignore[arg-type]
         sms = plan.device.sm_count or 1
         tiles_head = -(-m.slices // m.groups)
         tiles = tiles_head * p.heads_kv * p.batch
@@ -230,7 +235,7 @@ class Ready:
             "factor": scaled["factor"], "scale": scaled["scale"], "noise": pairs.noise(p),
         }  # fmt: skip
         params = PARAMS.followed_by(expressions.parameters(p.program))
-        kernel = nvrtc.Kernel(binary, params, 128 * (m.groups + 1), m.shared_bytes, fixed)
+        kernel = nvrtc.Kernel(binary, params, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
         return cls(
             m, kernel, min(sms, max(tiles, items)),
             (pairs.maps(of_k, p.dim, m.block_n, m.widths[0]), pairs.maps(of_k, p.dim_v, m.block_n, m.widths[2])),
@@ -239,8 +244,8 @@ class Ready:
 
     def start(self, x: Operands, results: Results) -> None:
         """The launch on pairs."""
-        p, device = self.measure.p, x.q.device
-        heads, tiles = p.batch * p.heads_kv, -(-p.seqlen_kv // self.measure.block_n)
+        p, device = self.config.p, x.q.device
+        heads, tiles = p.batch * p.heads_kv, -(-p.seqlen_kv // self.config.block_n)
         k, v = (
             torch.empty(heads * p.seqlen_kv * 2 * split.pitch(d), dtype=torch.float16, device=device)
             for d in (p.dim, p.dim_v)

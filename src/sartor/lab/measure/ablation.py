@@ -1,6 +1,6 @@
 """What each choice of the 16-bit Hopper forward is worth: the kernel with one choice changed, beside it as it is.
 
-A change gives a property of `hopper_forward.Measure` another value, or takes another legal tile. Providers are called
+A change gives a property of `hopper_forward.Config` another value, or takes another legal tile. Providers are called
 `changed:NAME`; one whose change makes no difference to a workload's kernel says so and is not measured.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from sartor.device import Device
-from sartor.kernels.hopper.forward import EVERY, HopperForward, Measure
+from sartor.kernels.hopper.forward import Config, HopperForward
+from sartor.kernels.hopper.schedule import EVERY
 from sartor.kernels.spec import Operands, Plan, Tile
 from sartor.plan import choose
 from sartor.problem import Call, Problem, aux_values
@@ -25,10 +26,10 @@ Legal = list[Tile]
 
 @dataclass(frozen=True)
 class Change:
-    """What is otherwise: in words; properties of the measure, from what it is; the tile, of those that are legal."""
+    """What is otherwise: in words; properties of the config, from what it is; the tile, of those that are legal."""
 
     words: str
-    properties: Mapping[str, Callable[[Measure], Any]] = field(default_factory=dict)
+    properties: Mapping[str, Callable[[Config], Any]] = field(default_factory=dict)
     tile: Callable[[Tile, Legal], Tile | None] = lambda tile, legal: tile
 
 
@@ -48,7 +49,8 @@ def _fewer_keys(tile: Tile, legal: Legal) -> Tile | None:
 
 CHANGES = {
     "turns": Change(
-        "warpgroups take turns at the tensor cores where they do not, and the reverse", {"turns": lambda m: not m.turns}
+        "warpgroups take turns at the tensor cores where they do not, and the reverse",
+        {"ping_pong": lambda m: not m.ping_pong},
     ),
     "q-shared": Change("queries stay in shared memory, not in registers", {"held": lambda m: 0}),
     "no-ahead": Change(
@@ -74,8 +76,8 @@ CHANGES = {
 }
 
 
-def _property(value: Callable[[Measure], Any]) -> property:
-    return property(lambda m: value(Measure.of(m.p, m.tile)))
+def _property(value: Callable[[Config], Any]) -> property:
+    return property(lambda m: value(Config.of(m.p, m.tile)))
 
 
 @cache
@@ -84,14 +86,14 @@ def changed(name: str) -> HopperForward:
     if name not in CHANGES:
         raise ValueError(f"a change must be one of {', '.join(CHANGES)}, got {name!r}")
     own = {n: _property(value) for n, value in CHANGES[name].properties.items()}
-    measure = type("Changed", (Measure,), own)
+    config = type("Changed", (Config,), own)
 
     class Changed(HopperForward):
         """See CHANGES."""
 
-        def measure(self, p: Problem, tile: Tile) -> Measure:
+        def config(self, p: Problem, tile: Tile) -> Config:
             """What the kernel is cut to, with the change."""
-            return measure.of(p, tile)  # type: ignore[attr-defined, no-any-return]
+            return config.of(p, tile)  # type: ignore[attr-defined, no-any-return]
 
     return Changed()
 
@@ -104,7 +106,7 @@ def plan(name: str, p: Problem, device: Device) -> Plan:
     tile = CHANGES[name].tile(base.tile, list(base.kernel.tiles(p, device)))
     if tile is None:
         raise ValueError(f"{name}: needs a legal tile, got none")
-    old, new = base.kernel.measure(p, base.tile), spec.measure(p, tile)
+    old, new = base.kernel.config(p, base.tile), spec.config(p, tile)
     if old.defines() == new.defines() and (old.section == new.section or not old.balanced):
         raise ValueError(f"{name}: makes no difference here")
     return Plan(spec, p, device, tile, f"with a change: {CHANGES[name].words}")

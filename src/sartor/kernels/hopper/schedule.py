@@ -1,0 +1,166 @@
+"""The tile scheduler's cost model: which blocks are given what, in how many KV splits, so that all end soonest.
+
+Query tiles are dealt out statically, or claimed, the longest first; those of the last wave may be dealt out in slices.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, replace
+
+from sartor.device import Device
+from sartor.kernels.spec import Tile
+from sartor.problem import Problem, mask_class
+
+LONG = 8  # whole tiles of a head, at least, where the last tiles are dealt out in parts
+STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
+STEP_WIDE = STEP | {1: 1.4}  # of head dims beyond 128
+STEP_MASKED = {1: 1.8, 2: 2.3, 3: 3.0}  # under a mask, where few warpgroups wait for their own chain of products
+EVERY = 1 << 16  # rounds, more than there are
+ENDS = 2  # key tiles that the ends of a query tile take as long as
+MERGE = 640 << 10  # bytes of keys and values that an SM reads while KV splits are enqueued for merging and merged
+SHORTEST = 256  # keys of a KV split
+
+
+@dataclass(frozen=True)
+class Deal:
+    """What blocks are given by number: see `share` in cuda/schedule.cuh."""
+
+    tiles_head: int  # whole ones, where there are parts
+    tiles: int  # numbers in all
+    whole: int
+    parts: int
+    width: int
+    time: float  # until the last is done, in units of STEP
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Of a config: what of it the tile scheduler and the choice of a tile hang on."""
+
+    p: Problem
+    tile: Tile
+    groups: int  # consumer warpgroups
+    block_n: int
+    dim: int  # rounded up to 16, a step of q k^T
+    dim_v: int  # rounded up to 8, as products can be wide
+    rows: int  # queries of a head in a slice
+
+    @property
+    def slices(self) -> int:
+        """Parts of 64 rows that the queries of a key head's heads make."""
+        return -(-self.p.seqlen_q // self.rows) * -(-self.p.group // (64 // self.rows))
+
+    @property
+    def section(self) -> int:
+        """Heads whose tiles are in flight together: their keys and values stay in L2, which spares power. Few take
+        long to end where the last ones are fewer still, and where tiles are short."""
+        p = self.p
+        room, least = (24, 1) if max(p.dim, p.dim_v) > 128 else (48 if p.dim > 64 else 32, 8)
+        if mask_class(p) != "band":  # rows see few of the keys
+            room, least = 64, 32
+        fit = (room << 20) // (2 * p.seqlen_kv * (p.dim + p.dim_v))
+        heads = p.batch * p.heads_kv
+        most = min(max(least, min(fit, 8 * p.seqlen_kv // p.dim)), heads)
+        return min(range(most, most // 2, -1), key=lambda section: -heads % section * 8 // section)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether blocks claim tiles from one counter, the longest first; otherwise every so many-th is a block's."""
+        return self.mask > 0 and not self.split
+
+    @property
+    def split(self) -> bool:
+        """Whether there are several KV splits (Dao, Haziza, Massa and Sizov 2023, Flash-Decoding)."""
+        return self.tile.num_splits > 1
+
+    @property
+    def parted(self) -> bool:
+        """Whether the last tiles are dealt out in parts: blocks are given equally many, heads are long enough that to
+        read one again, for a part, is little, and registers suffice."""
+        plain = self.mask == 0 and self.p.program.score is None
+        return plain and self.groups > 1 and self.slices // self.groups >= LONG
+
+    def deal(self, sms: int) -> Deal:
+        """What so many SMs are given, in parts as wide as ends soonest."""
+        heads, wide = self.p.batch * self.p.heads_kv, max(self.dim, self.dim_v) > 128
+        step = STEP_WIDE if wide else STEP_MASKED if self.mask else STEP
+        tiles_head = -(-self.slices // self.groups)
+        if self.split:
+            width = -(-self.key_tiles // self.tile.num_splits)
+            tiles = tiles_head * heads * self.tile.num_splits
+            return Deal(
+                tiles_head, tiles, tiles, self.tile.num_splits, width, step[self.groups] * math.ceil(tiles / sms)
+            )
+        if not self.parted:
+            tiles, rounds = tiles_head * heads, tiles_head * heads / sms
+            rounds = max(rounds * self.mean(tiles_head), 1.0) if self.mask else math.ceil(rounds)
+            return Deal(tiles_head, tiles, tiles, 0, self.groups, step[self.groups] * rounds)
+        tiles_head, rest = divmod(self.slices, self.groups)
+        left, rests = tiles_head * heads % sms, [rest] * heads if rest else []
+
+        def last(width: int) -> float:
+            dealt = [min(width, self.groups - i) for i in range(0, self.groups, width)] * left + rests
+            times = [step[slices] for slices in dealt]
+            ends = times[:sms]  # of each SM, which are given them in turns
+            for first in range(sms, len(times), sms):
+                turn = times[first : first + sms]
+                ends[: len(turn)] = map(operator.add, ends, turn)
+            return max(ends, default=0.0)
+
+        width = min(range(self.groups, 0, -1), key=last)
+        whole, parts = tiles_head * heads - left, left * -(-self.groups // width)
+        time = step[self.groups] * whole / sms + last(width)
+        return Deal(tiles_head, whole + parts + len(rests), whole, parts, width, time)
+
+    def mean(self, tiles_head: int) -> float:
+        """Time of a query tile in the mean, as a share of the longest's. Where later rows see more keys, a head's first
+        tile is the one that is not full."""
+        if mask_class(self.p) != "band":
+            return 0.75  # what is seen is not known here
+        keys = self.key_tiles
+        seen = 1 - self.groups * (tiles_head - 1) / (2 * self.slices)  # of the keys
+        return (seen * keys + ENDS) / (keys + ENDS)
+
+    def suited(self, dev: Device) -> Tile:
+        """The tile with the fewest queries of those that end soonest: with all of them, few tiles would leave SMs idle.
+        Its keys stay, and so do all results, unless even so few tiles are left that there are several KV splits."""
+        sms = dev.sm_count
+        if not sms:
+            return self.tile
+        groups = min(range(1, self.groups + 1), key=lambda g: replace(self, groups=g).deal(sms).time)
+        splits = self.num_splits(sms) if groups == 1 else 1
+        return replace(self.tile, block_m=64 * groups, warps=4 * (groups + 1), num_splits=splits)
+
+    def num_splits(self, sms: int) -> int:
+        """For tiles of 64 rows: as many as there are SMs for, if that is worth the merging. Where rows begin to see
+        keys anywhere, most splits would be idle. How many there are changes bits, and may change with the batch."""
+        most = min(sms // (self.slices * self.p.batch * self.p.heads_kv), self.p.seqlen_kv // SHORTEST)
+        if self.lower or self.p.deterministic or most < 2:
+            return 1
+        width = -(-self.key_tiles // most)
+        saved = 2 * (self.key_tiles - width) * self.block_n * (self.dim + self.dim_v)
+        return -(-self.key_tiles // width) if saved > MERGE else 1
+
+    @property
+    def key_tiles(self) -> int:
+        """Of all keys."""
+        return -(-self.p.seqlen_kv // self.block_n)
+
+    @property
+    def mask(self) -> int:
+        """What rows attend to: 0 everything, 1 an interval that the mask's text gives, 2 anything else."""
+        program = self.p.program
+        return 0 if program.keep is None else 1 if program.is_interval else 2
+
+    @property
+    def lower(self) -> bool:
+        """Whether what a row attends to may begin after the first key."""
+        return self.mask == 2 or self.p.program.has_lower_end
+
+    @property
+    def late_rounds(self) -> int:
+        """Rounds of all blocks, the last ones, in which tiles are claimed late: who holds one back leaves others idle
+        in the end. All, under a causal mask, whose longest tiles come first; else the loader is not to wait."""
+        return EVERY if self.mask and not self.lower else 2
