@@ -20,7 +20,7 @@ if not launch.available() or launch.interpreted():
 
 from triton import knobs
 
-from sartor.kernels.triton import direct
+from sartor import direct
 from sartor.kernels.triton.lower import compiled_for
 
 KINDS = {"P": ctypes.c_uint64, "i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float}

@@ -15,9 +15,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sartor import direct
+from sartor.direct import version
 from sartor.driver import Frame
-from sartor.kernels.triton import direct
-from sartor.kernels.triton.launch import version
 from sartor.lengths import kernels
 from sartor.lengths.launches import BLOCK
 

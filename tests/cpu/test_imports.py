@@ -17,13 +17,14 @@ MAY = {
     "errors": set(),
     "device": set(),
     "checks": set(),
-    "lengths": {"checks"},
+    "lengths": {"checks", "direct"},
     "mods": {"checks", "lengths"},
     "problem": {"checks", "mods"},
     "features": {"problem"},
-    "kernels": {"features", "problem", "device", "mods", "nvrtc", "driver"},
+    "kernels": {"features", "problem", "device", "mods", "nvrtc", "direct", "driver"},
     "cache": set(),
     "driver": set(),
+    "direct": {"driver"},
     "nvrtc": {"cache", "driver"},
     "tuning": {"kernels", "device", "problem"},
     "plan": {"features", "kernels", "nvrtc", "tuning", "problem", "device", "errors"},
@@ -70,7 +71,7 @@ def test_directions(file):
     ours, others = imports(file)
     if part in MAY:
         assert ours - {part, "__version__"} <= MAY[part]
-    if part not in ("kernels", "lengths", "lab"):
+    if part not in ("kernels", "lengths", "direct", "lab"):
         assert "triton" not in others
     if part != "lab":
         assert not others & {"matplotlib", "typer", "rich", "numpy"}

@@ -9,8 +9,8 @@ import torch
 import triton.language as tl
 from triton import knobs
 
-from sartor.kernels.triton import direct
-from sartor.kernels.triton.launch import version
+from sartor import direct
+from sartor.direct import version
 from sartor.lengths import kernels, values
 from sartor.lengths.intervals import Cache, Pair
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
-from importlib import metadata
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from sartor import direct
 from sartor.device import Device
+from sartor.direct import Direct, version
 from sartor.kernels.spec import KernelSpec, Operands, Plan, Saved, Tile, legal
 from sartor.problem import Problem
-
-if TYPE_CHECKING:
-    from sartor.kernels.triton.direct import Direct
 
 LOG2_E = 1.4426950408889634
 RUNTIME = ("batch", "heads_q", "seqlen_q", "seqlen_kv")  # what a kernel is not compiled anew for
@@ -45,15 +42,6 @@ def no_tile(spec: KernelSpec, p: Problem, dev: Device) -> list[str]:
     return [
         f"needs a tile within {room(dev)} bytes of shared memory, got none for dims {p.dim} and {p.dim_v} in {dtype}"
     ]
-
-
-@cache
-def version() -> tuple[int, ...]:
-    """Triton's, down to the minor one; (0, 0) where it is not installed."""
-    try:
-        return tuple(int(x) for x in metadata.version("triton").split(".")[:2])
-    except metadata.PackageNotFoundError:
-        return 0, 0
 
 
 def available() -> bool:
@@ -180,8 +168,6 @@ class Ready(NamedTuple):
     @classmethod
     def of(cls, step: Launch, compiled: Any) -> Ready:
         """For a launch that ran."""
-        from sartor.kernels.triton.direct import Direct
-
         slots = {name: i for i, name in enumerate(step.arguments)}
         kept = [_kept(x) for x in step.arguments.values()]
         direct = Direct.of(compiled, step.arguments, step.grid, version())
@@ -231,8 +217,6 @@ def again(
     ready = cache.get(("ready", key))
     if ready is None:
         return False
-    from sartor.kernels.triton import direct
-
     stream = None if direct.hooked() else direct.current_stream()
     for step in ready:
         arguments = {**changed, **own[step.name]} if step.name in own else changed

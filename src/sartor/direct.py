@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import metadata as packages
 from typing import Any, NamedTuple
 
 import torch
-from triton import knobs
 
 from sartor import driver
 
@@ -42,6 +43,15 @@ def leaves(kind: Any, value: Any, name: str, path: tuple[int, ...] = ()) -> Iter
         yield Leaf("P" if kind[0] == "*" else LETTERS.get(kind), name, path, value)
 
 
+@cache
+def version() -> tuple[int, ...]:
+    """Triton's, down to the minor one; (0, 0) where it is not installed."""
+    try:
+        return tuple(int(x) for x in packages.version("triton").split(".")[:2])
+    except packages.PackageNotFoundError:
+        return 0, 0
+
+
 def parameters(ptx: str) -> list[int]:
     """Bytes of each parameter of the kernel that a PTX text defines."""
     start = ptx.index(".entry")
@@ -50,6 +60,8 @@ def parameters(ptx: str) -> list[int]:
 
 def hooked() -> bool:
     """Whether someone wants to hear of each launch: Triton's own launcher tells them."""
+    from triton import knobs
+
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
