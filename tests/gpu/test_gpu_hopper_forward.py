@@ -14,6 +14,7 @@ import sartor
 from sartor import kernels, mods, nvrtc, ops, testing
 from sartor.device import Device
 from sartor.kernels.hopper import forward as hopper_forward
+from sartor.kernels.hopper import schedule
 from sartor.kernels.hopper.schedule import EVERY
 from sartor.kernels.spec import Operands, Plan, Tile
 from sartor.plan import choose
@@ -261,7 +262,7 @@ def test_parts(dims, heads, monkeypatch):
     q, k, v = testing.make_inputs(1, heads, heads, 64 * 5 - 9, 200, *dims, torch.bfloat16, "cuda", "bshd", 0)
     call, found, widths = Call(q, k, v, sinks=torch.randn(heads, device="cuda")), [], set()
     for long in (1 << 30, 1):
-        monkeypatch.setattr(hopper_forward, "LONG", long)
+        monkeypatch.setattr(schedule, "LONG", long)
         for tile in SPEC.tiles(Problem.of(call), DEVICE):
             config = SPEC.config(Problem.of(call), tile)
             if tile.block_n == 64 and tile.stages == 4:
