@@ -66,7 +66,7 @@ def test_version() -> None:
         (("ladder", "show", "1", "--sass", "--arch", "5"), "rung 01 for sm_5: needs sm_"),
         (("ladder", "show", "4", "--sass", "--dim", "3"), "takes head dims 32, 64"),
         (("bench", "--mask", "full", "--causal", "yes"), "--causal is short for --mask"),
-        (("bench", "--quick", "--modes", "decode"), "got 'decode'"),
+        (("bench", "--quick", "--modes", "fwd_bwd"), "got 'fwd_bwd'"),
         (("bench", "--dim", "16", "--providers", "sartor:foo"), "got 'sartor:foo'"),
         (("explain", "--seqlen", "64/256", "--mask", "document5"), "got 64 and 256"),
         (("refresh", "--list", "--device", "cpu"), "got 'cpu'"),
@@ -166,7 +166,7 @@ def test_explain_lists_the_launches() -> None:
     flags = ("--device", "sm80", "--kernel", "triton", "--seqlen", "256", "--dim", "32", "--dtype", "fp16")
     output = invoke("explain", *flags, "--launches")
     rows = [line.split() for line in output.splitlines() if line.strip().startswith(("fwd", "bwd"))]
-    assert [row[:2] for row in rows] == [["fwd", "forward"], ["bwd", "prepare"], ["bwd", "dkdv"], ["bwd", "dq"]]
+    assert [row[:2] for row in rows] == [["fwd", "forward"], ["bwd", "preprocess"], ["bwd", "dkdv"], ["bwd", "dq"]]
     assert all(row[2:7:2][0].isdigit() and int(row[7]) % 32 == 0 for row in rows)
     assert "launches: none" in invoke("explain", "--device", "cpu", "--launches")
 

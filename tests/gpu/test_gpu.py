@@ -17,6 +17,7 @@ import dialects
 import sartor
 from sartor import mods, ops, testing
 from sartor.kernels.hopper import forward as hopper_forward
+from sartor.kernels.hopper import schedule
 from sartor.plan import choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -37,7 +38,7 @@ def of_every_family(request, monkeypatch):
         pytest.skip("auto takes the portable kernels here")
     monkeypatch.setattr(sys.modules[__name__], "family", request.param)
     monkeypatch.setattr(hopper_forward.Config, "suited", lambda m, dev: m.tile)
-    monkeypatch.setattr(hopper_forward, "LONG", 1)
+    monkeypatch.setattr(schedule, "LONG", 1)
     forget_plans()
     yield
     forget_plans()

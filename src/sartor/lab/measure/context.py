@@ -117,7 +117,7 @@ def in_steps(w: Workload, x: Data, steps: int, rounded: bool) -> Results:
         return t.to(w.torch_dtype).to(t.dtype) if rounded else t
 
     shards = [[context.shard(t, sharding, rank) for t in x] for rank in range(steps)]
-    totals = [[torch.zeros(t.shape, dtype=wide(t.dtype)) for t in shard[1:3]] for shard in shards]
+    totals = [[torch.zeros(t.shape, dtype=wide(t.dtype), device=t.device) for t in shard[1:3]] for shard in shards]
     found: dict[str, list[Tensor]] = {"out": [], "lse": [], "dq": []}
     for rank, (q, k, v, dout) in enumerate(shards):
         local = Local(Call(q, k, v, **options(w)), sharding, sharding, rank)
@@ -216,7 +216,7 @@ def traffic(w: Workload, where: dict[str, Any], method: Any, group: Any, run: Ru
         model = choose.traffic(
             choose.work_of(call, ranks, shares, sharding.text, sharding.text), method, rank, mode == "bwd"
         )
-        pair = torch.tensor([float(bytes_given[0]), float(model)])
+        pair = torch.tensor([float(bytes_given[0]), float(model)], dtype=torch.float32, device="cpu")
         dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
         record = Record.of(run, f"context:{method}:{ranks}", replace(w, mode=mode))
         record.counters = {"bytes given": pair[0].item(), "bytes by the model": pair[1].item()}

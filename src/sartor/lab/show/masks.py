@@ -21,7 +21,8 @@ SIDE = 64  # queries and keys of a picture
 def weights(length: int = SIDE, **options: Any) -> torch.Tensor:
     """The weights (length, length) of queries and keys that are all alike, each row over its largest, float32: 0 is
     hidden. With the unit matrix for values, `sartor.attention` returns them; `options` are its own."""
-    alike, unit = torch.zeros(1, length, 1, length), torch.eye(length)[None, :, None]
+    alike = torch.zeros(1, length, 1, length, dtype=torch.float32, device="cpu")
+    unit = torch.eye(length, dtype=torch.float32, device="cpu")[None, :, None]
     out: Any = sartor.attention(alike, alike, unit, **options)
     found: torch.Tensor = out[0, :, 0]
     return found / found.amax(1, keepdim=True).clamp(min=torch.finfo(found.dtype).tiny)
