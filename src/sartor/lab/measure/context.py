@@ -67,7 +67,9 @@ class Data(NamedTuple):
             layout="bshd",
             seed=0,
         )
-        return cls(q, k, v, torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype))
+        noise = torch.Generator("cpu").manual_seed(1)
+        dout = torch.randn(q.shape, generator=noise, dtype=torch.float32, device="cpu")
+        return cls(q, k, v, dout.to(q.dtype))
 
 
 def options(w: Workload) -> dict[str, Any]:
@@ -240,7 +242,7 @@ def main(results: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     counts = [n for n in (2, 4, 8) if n <= world]
     groups = {n: dist.new_group(list(range(n))) for n in counts}
-    meshes = {n: DeviceMesh("cpu", torch.arange(n).view(2, n // 2), mesh_dim_names=("ring", "heads"))
+    meshes = {n: DeviceMesh("cpu", [list(range(n // 2)), list(range(n // 2, n))], mesh_dim_names=("ring", "heads"))
               for n in counts if n > 2}  # fmt: skip
     run = Run.start(SUITE, CPU)
     store = Store(results, run) if rank == 0 else None
