@@ -152,9 +152,9 @@ def test_explain_puts_the_tensors_on_the_device():
 @pytest.mark.skipif(bool(nvrtc.missing()), reason="plans a kernel that NVRTC compiles")
 def test_explain_says_why_not_another_backward():
     q = torch.empty(1, 100, 2, 64, device="meta")
-    options = {"mask": sartor.mods.document(torch.empty(1, 100, dtype=torch.int64, device="meta"))}
+    options = {"mask": torch.empty(100, 100, dtype=torch.bool, device="meta")}
     walk = sartor.explain(q, q, q, device=ARCHITECTURES[90], **options)
-    assert any("got document" in why for why in walk.refused_backward["hopper_fp32_backward"])
+    assert any("got tensor" in why for why in walk.refused_backward["hopper_fp32_backward"])
     lines = str(walk).splitlines()
     assert lines[-1 - len(walk.notes) - 1].startswith("  backward: fp32_backward")
     assert any(line.startswith("  hopper_fp32_backward: no, ") for line in lines)

@@ -2,7 +2,9 @@
 //
 // The kernel that includes this has a config in macros: GROUPS (warpgroups
 // that multiply, each with 64 held rows), KEYS (keys and values are held, queries and dout stepped over, not the other way
-// round), BLOCK (rows of a tile that is stepped over), MASK (0 none, 1 an interval a row).
+// round), BLOCK (rows of a tile that is stepped over), MASK (0 none, 1 an interval of every row and column, 2 any), TOLD
+// (intervals of held rows come from tables: a block reads each once and keeps it in shared memory, at AT_SPANS), ORDERED (a
+// table says which block begins when: hopper/order.cuh).
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/wgmma.cuh"
@@ -16,12 +18,22 @@ struct Task {
   const Shape& n;
   const Aux& x;
   int batch, head, first;  // head: of the held operand
+#if TOLD
+  u32 spans = 0;           // where they are
+#endif
 
   static DEVICE Task number(int index, const Params& t, const Shape& n, const Aux& x) {
     const int heads = KEYS ? n.heads_kv : n.heads_kv * n.group, tiles = ceil_div(KEYS ? n.seqlen_kv : n.seqlen_q, 64 * GROUPS);
-    const Place at = locate<MASK>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), SECTION});
+#if ORDERED
+    const int all = gridDim.x / heads;  // blocks of all items
+    const Place at = locate<true>(index, {heads, 1, 0, 0, all, int(gridDim.x), SECTION});
+    const int found = t.order[all - 1 - at.tile];
+    return {t, n, x, found / tiles, at.head, found % tiles * 64 * GROUPS};
+#else
+    const Place at = locate<MASK != 0>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), SECTION});
     const int tile = KEYS ? tiles - 1 - at.tile : at.tile;  // causal: the longest are the last queries, the first keys
     return {t, n, x, at.batch, at.head, tile * 64 * GROUPS};
+#endif
   }
 
   DEVICE int heads_q() const { return n.heads_kv * n.group; }
@@ -34,7 +46,18 @@ struct Task {
   DEVICE i64 row(int g) const { return (i64(batch) * heads_q() + query_head(g)) * (ceil_div(n.seqlen_q, 16) * 16); }
   DEVICE int heads_held() const { return KEYS ? n.heads_kv : heads_q(); }
   DEVICE Span span(int at, int g) const {
-#if MASK
+#if TOLD
+    const float4 found = shared_load_four(spans + 16 * (at - first));
+    return {__float_as_int(found.x), __float_as_int(found.y), __float_as_int(found.z), __float_as_int(found.w)};
+  }
+  DEVICE void tell_spans(u32 to) {  // by all threads, before they wait for each other
+    spans = to;
+    if (threadIdx.x >= 64 * GROUPS) return;
+    const int at = imin(first + threadIdx.x, held() - 1);
+    const Span s = KEYS ? cols(batch, 0, at, x, n) : rows(batch, 0, at, x, n);  // which no head changes
+    to += 16 * threadIdx.x;
+    shared_store_pair(to, make_uint2(s.lo, s.hi)), shared_store_pair(to + 8, make_uint2(s.full_lo, s.full_hi));
+#elif MASK
     return KEYS ? cols(batch, query_head(g), at, x, n) : rows(batch, query_head(g), at, x, n);
 #else
     return {0, stepped(), 0, stepped()};
@@ -50,7 +73,9 @@ struct Task {
 #pragma unroll 1
       for (int i = threadIdx.x & 31; i < count; i += 32) {
         const Span s = span(imin(from + i, held() - 1), g);
-        lo = imin(lo, s.lo), hi = imax(hi, s.hi), full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
+        const bool some = !(TOLD || MASK == 2) || s.lo < s.hi;  // where a row sees nothing, its interval may lie anywhere
+        if (some) lo = imin(lo, s.lo), hi = imax(hi, s.hi);
+        full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
       }
       lo = imax(warp_min(lo), 0), hi = imin(imax(warp_max(hi), 0), stepped());
       full_lo = warp_max(full_lo), full_hi = imax(warp_min(full_hi), 0);
@@ -94,7 +119,35 @@ struct Worker {
       if (at < task.held()) lse[r] = task.t.lse[task.row(0) + at], delta[r] = task.t.delta[task.row(0) + at];
     }
   }
+#if MASK == 2
+  // Whether the rows of this warp see all of their intervals, as of tables only their values tell
+  DEVICE bool whole(int g) const {
+    bool all = true;
+    UNROLL for (int r = 0; r < 2; r++) {
+      const Span span = task.span(imin(first() + row + 8 * r, task.held() - 1), g);
+      all &= span.lo == span.full_lo && span.hi == span.full_hi;
+    }
+    return __all_sync(ALL, all);
+  }
+  DEVICE void look_at_every_pair(float (&weights)[BLOCK / 2], int j, int g) const {  // a loop makes bits of it, in few registers
+    u32 kept[2] = {0, 0};
+#pragma unroll 1
+    for (int i = BLOCK / 8 - 1; i >= 0; i--)
+      UNROLL for (int r = 0; r < 2; r++)
+        UNROLL for (int e = 1; e >= 0; e--) {
+          const int held = first() + row + 8 * r, stepped = BLOCK * j + 2 * (lane & 3) + 8 * i + e;
+          const bool seen = keep(task.batch, task.query_head(g), KEYS ? stepped : held, KEYS ? held : stepped, task.x, task.n);
+          kept[r] = kept[r] << 1 | (seen & (stepped < task.stepped()));
+        }
+    UNROLL for (int i = 0; i < BLOCK / 4; i++)
+      UNROLL for (int r = 0; r < 2; r++)
+        if (!(kept[r] >> i & 1)) weights[i / 2 * 4 + 2 * r + i % 2] = 0.f;
+  }
+#endif
   DEVICE void mask(float (&weights)[BLOCK / 2], int j, int g) const {
+#if MASK == 2
+    if (!whole(g)) return look_at_every_pair(weights, j, g);
+#endif
     UNROLL for (int r = 0; r < 2; r++) {
       const Span span = task.span(imin(first() + row + 8 * r, task.held() - 1), g);
       const int from = BLOCK * j + 2 * (lane & 3), lo = span.lo - from, hi = imin(span.hi, task.stepped()) - from;

@@ -19,7 +19,7 @@
 //
 // The config, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
 // swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its own),
-// MASK (0 none, 1 an interval a row), SCORE (of scores: 0 no change, 1 one whose derivative is 1, 2 any), BF16; PREPROCESS
+// MASK, TOLD, ORDERED (cuda/backward.cuh), SCORE (of scores: 0 no change, 1 one whose derivative is 1, 2 any), BF16; PREPROCESS
 // (whether `preprocess` is in this text too) and for it WIDE (whether out has float32).
 #pragma once
 #include "cuda/wgmma.cuh"
@@ -35,13 +35,17 @@ constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, o
 constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's last three products, not the second
 
 // ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, dS of two tiles (FUSED), of each stage lse and
-// delta of its rows (KEYS), barriers, room to begin on 1024
+// delta of its rows (KEYS), intervals of the held rows (TOLD), barriers, room to begin on 1024
 using DsTile = Staged<64 * GROUPS, BLOCK, 64>;  // dS, queries by keys: a chunk a warpgroup
 constexpr int AT_STAGES = HELD * GROUPS * Held::bytes, STAGE_BYTES = (2 - APART) * Tile::bytes;
 constexpr int AT_Y = AT_STAGES + STAGES * STAGE_BYTES;  // APART
 constexpr int AT_DS = AT_Y + APART * Tile::bytes;
 constexpr int AT_ROWS = AT_DS + FUSED * 2 * DsTile::bytes, DELTA = 4 * BLOCK, ROWS_BYTES = KEYS ? 8 * BLOCK : 0;
-constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES;
+constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + TOLD * 16 * 64 * GROUPS;
+#if TOLD
+constexpr int AT_SPANS = AT_BARRIERS - 16 * 64 * GROUPS;
+static_assert(AT_SPANS == OFFSET_SPANS);
+#endif
 static_assert(AT_STAGES == OFFSET_STAGES && AT_Y == OFFSET_Y && AT_DS == OFFSET_DS && AT_ROWS == OFFSET_ROWS);
 static_assert(AT_BARRIERS == OFFSET_BARRIERS);
 static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 : APART)) + 1024);
@@ -278,9 +282,7 @@ struct Consumer : Worker {
   }
 #endif
 
-  DEVICE void step(int j, int g, bool partial) {
-    const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
-    rings.tiles.await_full();
+  DEVICE void weigh_tile(u32 x, u32 y, int j, int g, bool partial) {  // its weights and score gradients, as operands
     pin(s);
     if (DX) pin(dp);
     wgmma_fence();
@@ -307,6 +309,15 @@ struct Consumer : Worker {
     done(rings.y);
 #endif
     differentiate();
+  }
+  DEVICE void step(int j, int g, bool partial, bool seen) {
+    const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
+    rings.tiles.await_full();
+    if (!(FUSED && TOLD) || seen) {
+      weigh_tile(x, y, j, g, partial);
+    } else {  // only the other warpgroup sees something; without any product ptxas would serialise all
+      UNROLL for (int i = 0; i < BLOCK / 4; i++) a[i] = b[i] = 0;
+    }
 #if FUSED
     if (EARLY) multiply_keys();
 #endif
@@ -357,7 +368,7 @@ struct Consumer : Worker {
           rings.y.await_full(), done(rings.y);
 #endif
         } else {
-          step(j, g, j < own.full_begin || j >= own.full_end);
+          step(j, g, j < own.full_begin || j >= own.full_end, j >= own.begin && j < own.end);
         }
       }
     }
@@ -376,7 +387,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_
   const Params t = PARAMS;
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
-  const Task task = Task::number(blockIdx.x, t, n, aux);
+  Task task = Task::number(blockIdx.x, t, n, aux);
+#if TOLD
+  task.tell_spans(base + AT_SPANS);
+#endif
   const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);
     if (KEYS && warp == 1) bring_rows(base, task, lse, INF, 0);
@@ -405,6 +419,9 @@ extern "C" __global__ void __launch_bounds__(128) round_dq(ROUND_DQ_PARAMETERS) 
 }
 #endif
 
+#if ORDERED
+#include "hopper/order.cuh"
+#endif
 #if PREPROCESS
 #include "hopper/preprocess.cuh"
 #endif

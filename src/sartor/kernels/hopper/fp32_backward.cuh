@@ -13,7 +13,7 @@
 //
 // The config, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH, WIDTH_V
 // (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it take as many
-// registers as the result), STAGES_X, STAGES_Y, MASK (0 none, 1 an interval a row), SINKS, REGAINED (what dp is
+// registers as the result), STAGES_X, STAGES_Y, MASK, TOLD, ORDERED (cuda/backward.cuh), SINKS, REGAINED (what dp is
 // multiplied with, for what was cut off it: triton/split.py).
 #pragma once
 #include "cuda/split.cuh"
@@ -24,12 +24,16 @@ using YTile = Pair<Staged<DIM_V, 64, WIDTH_V>>;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int SEGMENT = 128;  // rows that share a unit (triton/split.py)
 
-// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, of each stage what goes with its rows, barriers,
-// room to begin on 1024
+// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, of each stage what goes with its rows,
+// intervals of the held rows (TOLD), barriers, room to begin on 1024
 constexpr int AT_HELD_Y = GROUPS * XTile::bytes, AT_X = AT_HELD_Y + GROUPS * YTile::bytes;
 constexpr int AT_Y = AT_X + STAGES_X * XTile::bytes, AT_ROWS = AT_Y + STAGES_Y * YTile::bytes;
 constexpr int DELTA = 256, GAIN = 512, UNITS = KEYS ? 768 : 0, ROWS_BYTES = UNITS + 16;  // bytes from a stage's lse
-constexpr int AT_BARRIERS = AT_ROWS + STAGES_X * ROWS_BYTES;
+constexpr int AT_BARRIERS = AT_ROWS + STAGES_X * ROWS_BYTES + TOLD * 16 * 64 * GROUPS;
+#if TOLD
+constexpr int AT_SPANS = AT_BARRIERS - 16 * 64 * GROUPS;
+static_assert(AT_SPANS == OFFSET_SPANS);
+#endif
 static_assert(AT_HELD_Y == OFFSET_HELD_Y && AT_X == OFFSET_X && AT_Y == OFFSET_Y && AT_ROWS == OFFSET_ROWS);
 static_assert(AT_BARRIERS == OFFSET_BARRIERS);
 static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES_X + STAGES_Y) + 1024);
@@ -319,7 +323,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_fp32_backward(HO
   const Params t = PARAMS;
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
-  const Task task = Task::number(blockIdx.x, t, n, aux);
+  Task task = Task::number(blockIdx.x, t, n, aux);
+#if TOLD
+  task.tell_spans(base + AT_SPANS);
+#endif
   const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);
     if (warp == 1) bring_rows(base, task);
