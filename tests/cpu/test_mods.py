@@ -208,8 +208,8 @@ def test_ids_beyond_int32():
 
 @given(data=st.data(), sq=st.integers(1, 12), skv=st.integers(1, 12))
 def test_tables_tell_intervals_both_ways(data, sq, skv):
-    """Of documents that lie together and of packed sequences, within causality, a window or a prefix too: each query sees
-    all of its interval, each key is seen by all of its own."""
+    """Of documents that lie together and of packed sequences, within causality, a window or a prefix too: each query
+    sees all of its interval, each key is seen by all of its own."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
     kind, batch = data.draw(st.sampled_from(["document", "packed", "both"])), 1
     mask = None

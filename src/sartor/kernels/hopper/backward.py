@@ -312,7 +312,7 @@ class Config:
 
 @lru_cache(maxsize=256)
 def sorter(program: Program) -> Params:
-    """The parameters of `order_blocks`: kernels are found by them, so that a program must have the same ones each time."""
+    """The parameters of `order_blocks`, for a program the same ones each time: compiled kernels are found by them."""
     return ORDER.followed_by(expressions.parameters(program))
 
 

@@ -16,7 +16,7 @@ DEVICE int bucket_of(int block, int tiles, const Shape& n, const Aux& x) {
     const Span s = KEYS ? cols(item, 0, at, x, n) : rows(item, 0, at, x, n);
     if (s.lo < s.hi) lo = imin(lo, s.lo), hi = imax(hi, s.hi);
   }
-  return imin(__clz(ceil_div(imin(hi, stepped), BLOCK) - imax(lo, 0) / BLOCK), BUCKETS - 1);
+  return imin(__clz(imax(ceil_div(imin(hi, stepped), BLOCK) - imax(lo, 0) / BLOCK, 0)), BUCKETS - 1);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * SORTERS) order_blocks(ORDER_BLOCKS_PARAMETERS) {
