@@ -161,6 +161,21 @@ def test_explain_says_why_not_another_backward():
 
 
 @needs_triton
+@pytest.mark.skipif(bool(nvrtc.missing()), reason="plans a kernel that NVRTC compiles")
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_explain_plans_packed_sequences_and_documents(dim):
+    """Those of training: both passes by the kernels of CUDA C++."""
+    q = torch.empty(1, 100, 2, dim, device="meta", dtype=torch.bfloat16)
+    ids, ends = (torch.empty(n, device="meta", dtype=torch.int32) for n in (100, 5))
+    document, packed = sartor.mods.document(ids[None]), sartor.mods.packed(ends, ends, 100, 100, causal=True)
+    for options in ({"mask": document}, {"mask": document, "causal": True}, {"mask": packed}):
+        for dtype, name in ((torch.bfloat16, "hopper_backward"), (torch.float32, "hopper_fp32_backward")):
+            if dim <= 128 or dtype == torch.bfloat16:
+                walk = sartor.explain(*[q.to(dtype)] * 3, device=ARCHITECTURES[90], **options)
+                assert walk.backward.kernel.name == name
+
+
+@needs_triton
 def test_explain_says_what_a_block_holds():
     """The tiles and the shared memory of both passes, as the kernels' own model counts it; less than padded."""
     q = torch.empty(1, 4096, 2, 96, dtype=torch.bfloat16, device="meta")

@@ -320,13 +320,14 @@ def room(p: Problem) -> Room:
     """Room for the sums of dq, for two numbers a row (see `Task::row`), for a mark for 64 queries or keys, and for the
     order of blocks."""
     marks = int(p.program.keep is not None)
+    blocks = max(m.blocks * m.ordered for m in Config.all(p))
     return Room.of(
         sums=sums(p) if fused(p) else 0,
         delta=padded_rows(p),
         lse_log2=padded_rows(p),
         bad_q=marks * p.batch * p.heads_q * -(-p.seqlen_q // 64),
         bad_kv=marks * p.batch * p.heads_kv * -(-p.seqlen_kv // 64),
-        order=p.batch * max(m.blocks * m.ordered for m in Config.all(p)),
+        **({"order": p.batch * blocks} if blocks else {}),
     )
 
 
