@@ -129,9 +129,9 @@ struct Worker {
     }
     return __all_sync(ALL, all);
   }
-  DEVICE void look_at_every_pair(float (&weights)[BLOCK / 2], int j, int g) const {  // a loop makes bits of it, in few registers
-    u32 kept[2] = {0, 0};
-#pragma unroll 1
+  DEVICE void look_at_every_pair(u32 (&kept)[2], int j, int g) const {  // a loop makes bits of it, in few registers
+    kept[0] = kept[1] = 0;
+#pragma unroll (GROUPS == 3 ? 1 : 4)  // loads at once
     for (int i = BLOCK / 8 - 1; i >= 0; i--)
       UNROLL for (int r = 0; r < 2; r++)
         UNROLL for (int e = 1; e >= 0; e--) {
@@ -139,15 +139,14 @@ struct Worker {
           const bool seen = keep(task.batch, task.query_head(g), KEYS ? stepped : held, KEYS ? held : stepped, task.x, task.n);
           kept[r] = kept[r] << 1 | (seen & (stepped < task.stepped()));
         }
+  }
+  DEVICE static void hide(float (&weights)[BLOCK / 2], const u32 (&kept)[2]) {
     UNROLL for (int i = 0; i < BLOCK / 4; i++)
       UNROLL for (int r = 0; r < 2; r++)
         if (!(kept[r] >> i & 1)) weights[i / 2 * 4 + 2 * r + i % 2] = 0.f;
   }
 #endif
   DEVICE void mask(float (&weights)[BLOCK / 2], int j, int g) const {
-#if MASK == 2
-    if (!whole(g)) return look_at_every_pair(weights, j, g);
-#endif
     UNROLL for (int r = 0; r < 2; r++) {
       const Span span = task.span(imin(first() + row + 8 * r, task.held() - 1), g);
       const int from = BLOCK * j + 2 * (lane & 3), lo = span.lo - from, hi = imin(span.hi, task.stepped()) - from;

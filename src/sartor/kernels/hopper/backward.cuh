@@ -293,6 +293,11 @@ struct Consumer : Worker {
     wgmma_fence();
 #endif
     if (DX) multiply_rows(dp, held_at() + Held::bytes, y);
+#if MASK == 2
+    u32 kept[2];  // while they are multiplied
+    const bool pairs = partial && !whole(g);
+    if (pairs) look_at_every_pair(kept, j, g);
+#endif
     wgmma_wait<DX>();
     pin(s);
 #if SCORE
@@ -300,6 +305,10 @@ struct Consumer : Worker {
 #endif
     weigh();
     // queries past the end have weights of 0, keys past it gradients; without a branch ptxas makes weights after the wait
+#if MASK == 2
+    if (pairs) hide(s, kept);
+    else
+#endif
     if ((MASK || FUSED || (DX && DIM > 128)) && partial) mask(s, j, g);
     if (DX) {
       wgmma_wait<0>();

@@ -235,6 +235,13 @@ struct Consumer : Worker {
     float lse[2];
     UNROLL for (int r = 0; r < 2; r++) lse[r] = KEYS ? 0.f : resolved(this->lse[r], hx * unit_x * noise);
     weigh(hx * unit_x, lse);
+#if MASK == 2
+    if (partial && !whole(g)) {
+      u32 kept[2];
+      look_at_every_pair(kept, j, g);
+      hide(s, kept);
+    } else
+#endif
     if ((MASK || !KEYS) && partial) mask(s, j, g);  // queries past the end have weights of 0
     if (!KEYS) {
       UNROLL for (int r = 0; r < 2; r++) {  // a tile's sum first: a long sum of single weights would drift
