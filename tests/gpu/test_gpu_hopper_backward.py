@@ -133,17 +133,18 @@ def test_order_of_blocks(tokens):
     p, device, spec = Problem.of(call), Device.of(torch.device("cuda")), kernels.load("hopper_backward")
     assert spec.why_not(p, device) == []
     (m,) = Config.all(p)
-    found = torch.full((m.blocks,), -1, dtype=torch.int32, device="cuda")
+    found = torch.full((m.blocks + 1,), -1, dtype=torch.int32, device="cuda")
     aux = expressions.arguments(aux_values(call), p.program)
     Step.order(m, m.compile(), {}).start({"order": found.data_ptr()}, aux)
-    order = found.cpu()
+    *order, claimed = found.tolist()
+    assert claimed == 0
     lo, hi = (t.cpu().view(-1).clamp(max=tokens) for t in call.mask.tensors[2:])
     first = torch.arange(m.blocks) * 128
     both = first, (first + 127).clamp(max=tokens - 1)
     lo, hi = (torch.stack([torch.where(lo[i] < hi[i], t[i], n) for i in both]) for t, n in ((lo, tokens), (hi, 0)))
     tiles = -(-hi.amax(0) // m.block) - lo.amin(0) // m.block
     bucket = tiles.clamp(min=1).float().log2().floor()
-    assert torch.equal(order.long(), torch.argsort(-bucket, stable=True))
+    assert torch.equal(torch.tensor(order), torch.argsort(-bucket, stable=True))
 
 
 def changes(heads, sq, skv):

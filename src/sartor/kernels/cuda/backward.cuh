@@ -4,7 +4,8 @@
 // that multiply, each with 64 held rows), KEYS (keys and values are held, queries and dout stepped over, not the other way
 // round), BLOCK (rows of a tile that is stepped over), MASK (0 none, 1 an interval of every row and column, 2 any), TOLD
 // (intervals of held rows come from tables: a block reads each once and keeps it in shared memory, at AT_SPANS), ORDERED (a
-// table says which block begins when: hopper/order.cuh).
+// table says which rows are held when: hopper/order.cuh), PERSISTENT (a block holds one set of rows after another; a warp
+// claims the next ones while the others work, and leaves them in shared memory with their intervals).
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/wgmma.cuh"
@@ -21,13 +22,15 @@ struct Task {
 #if TOLD
   u32 spans = 0;           // where they are
 #endif
+#if PERSISTENT
+  Ring<2> jobs{0};         // of rows to hold
+#endif
 
   static DEVICE Task number(int index, const Params& t, const Shape& n, const Aux& x) {
     const int heads = KEYS ? n.heads_kv : n.heads_kv * n.group, tiles = ceil_div(KEYS ? n.seqlen_kv : n.seqlen_q, 64 * GROUPS);
 #if ORDERED
-    const int all = gridDim.x / heads;  // blocks of all items
-    const Place at = locate<true>(index, {heads, 1, 0, 0, all, int(gridDim.x), SECTION});
-    const int found = t.order[all - 1 - at.tile];
+    const Place at = locate<true>(index, {heads, 1, 0, 0, t.blocks, t.blocks * heads, SECTION});
+    const int found = t.order[t.blocks - 1 - at.tile];
     return {t, n, x, found / tiles, at.head, found % tiles * 64 * GROUPS};
 #else
     const Place at = locate<MASK != 0>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), SECTION});
@@ -50,13 +53,15 @@ struct Task {
     const float4 found = shared_load_four(spans + 16 * (at - first));
     return {__float_as_int(found.x), __float_as_int(found.y), __float_as_int(found.z), __float_as_int(found.w)};
   }
-  DEVICE void tell_spans(u32 to) {  // by all threads, before they wait for each other
+  DEVICE void tell_spans(u32 to, int i, int threads) {  // by so many threads, of which this is the i-th
     spans = to;
-    if (threadIdx.x >= 64 * GROUPS) return;
-    const int at = imin(first + threadIdx.x, held() - 1);
-    const Span s = KEYS ? cols(batch, 0, at, x, n) : rows(batch, 0, at, x, n);  // which no head changes
-    to += 16 * threadIdx.x;
-    shared_store_pair(to, make_uint2(s.lo, s.hi)), shared_store_pair(to + 8, make_uint2(s.full_lo, s.full_hi));
+#pragma unroll 1
+    for (; i < 64 * GROUPS; i += threads) {
+      const int at = imin(first + i, held() - 1);
+      const Span s = KEYS ? cols(batch, 0, at, x, n) : rows(batch, 0, at, x, n);  // which no head changes
+      const u32 own = to + 16 * i;
+      shared_store_pair(own, make_uint2(s.lo, s.hi)), shared_store_pair(own + 8, make_uint2(s.full_lo, s.full_hi));
+    }
 #elif MASK
     return KEYS ? cols(batch, query_head(g), at, x, n) : rows(batch, query_head(g), at, x, n);
 #else
@@ -83,21 +88,75 @@ struct Task {
     return {lo / BLOCK, ceil_div(hi, BLOCK), ceil_div(full_lo, BLOCK), full_hi / BLOCK};
   }
 
-  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th round. It is to hold rings by value: by reference
-  // they cost registers
-  template <class Visit> DEVICE void walk(Visit visit) const {
+#if PERSISTENT
+  static constexpr int job_bytes = 16 * 64 * GROUPS + 16;  // intervals of rows, and which rows they are
+  DEVICE u32 job() const { return jobs.bars + 32 - AT_JOBS_END + AT_SPANS + jobs.stage() * job_bytes; }
+  DEVICE bool take() {  // the next rows to hold, if there are any
+    jobs.await_full();
+    spans = job();
+    const auto read = [&](int at) { return __shfl_sync(ALL, shared_load(spans + 16 * 64 * GROUPS + at), 0); };
+    batch = read(0), head = read(4), first = read(8);
+    return batch >= 0;
+  }
+  DEVICE void leave() {  // by a warp that has read all of it
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive(jobs.empty());
+    jobs.next();
+  }
+  DEVICE void claim() {  // by one warp: rows for this block, until there are none
+    const bool lead = (threadIdx.x & 31) == 0;
+    const int all = t.blocks * heads_held();
+    int index = blockIdx.x;
 #pragma unroll 1
-    for (int g = 0; g < rounds(); g++) {
-      const Range tiles = range(first, 64 * GROUPS, g);
-#pragma unroll 1
-      for (int j = tiles.begin; j < tiles.end; j++) visit(g, j);
+    while (true) {
+      jobs.await_empty();
+      if (index < all) {
+        const Task next = number(index, t, n, x);
+        batch = next.batch, head = next.head, first = next.first;
+        tell_spans(job(), threadIdx.x & 31, 32);
+      }
+      const u32 at = job() + 16 * 64 * GROUPS;
+      if (lead) shared_store(at, index < all ? batch : -1), shared_store(at + 4, head), shared_store(at + 8, first);
+      __syncwarp();
+      if (lead) barrier_arrive(jobs.full());
+      jobs.next();
+      if (index >= all) return;
+      index = __shfl_sync(ALL, lead ? atomicAdd(t.order + t.blocks, 1) : 0, 0) + gridDim.x;
     }
   }
+#endif
+
+  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th round, after `begin` for the rows that are held. They
+  // are to hold rings by value: by reference these cost registers
+#if PERSISTENT
+  template <class Begin, class Visit> DEVICE void walk(Begin begin, Visit visit) {
+#pragma unroll 1
+    while (take()) {
+#else
+  template <class Begin, class Visit> DEVICE void walk(Begin begin, Visit visit) const {
+#endif
+      begin();
+#pragma unroll 1
+      for (int g = 0; g < rounds(); g++) {
+        const Range tiles = range(first, 64 * GROUPS, g);
+#pragma unroll 1
+        for (int j = tiles.begin; j < tiles.end; j++) visit(g, j);
+      }
+#if PERSISTENT
+      leave();
+    }
+#endif
+  }
 };
+struct Nothing { DEVICE void operator()() const {} };
 
 // A consumer warpgroup: where it is, and what it does with rows
 struct Worker {
+#if PERSISTENT
+  Task task;
+#else
   const Task& task;
+#endif
   const u32 base;
   const int group, lane, row;  // row: the first of this thread's two in its 64
   const float factor, scale;

@@ -72,7 +72,9 @@ ROUND = Params(
     seqlen_q="int",
     scale="float",
 )
-ORDERED = PARAMS.followed_by({"order": "const int*"})  # of blocks, where tables tell the intervals of held rows
+ORDERED = PARAMS.followed_by(
+    {"order": "int*", "blocks": "int"}
+)  # of blocks, where tables tell the intervals of held rows
 ORDER = Params("order_blocks", order="int*", **LENGTHS, batch="int")
 MAPPED = ("held_x", "held_y", "x", "y")  # parameters
 DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
@@ -121,7 +123,7 @@ class HopperBackward(TritonBackward):
         key = launch.key(saved)
         ready: Any = plan.cache.get(("hopper", key))
         if ready is None:
-            ready = plan.cache["hopper", key] = Ready.of(plan.problem, x, saved, key)
+            ready = plan.cache["hopper", key] = Ready.of(plan.problem, x, saved, key, plan.device.sm_count or 1)
         return ready.run(plan, x, saved)  # type: ignore[no-any-return]
 
     def repairs(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
@@ -260,6 +262,11 @@ class Config:
         return told(self.p, self.keys)
 
     @property
+    def persistent(self) -> bool:
+        """Whether a block holds one set of rows after another, as the order says."""
+        return self.fused and self.ordered
+
+    @property
     def near_spans(self) -> bool:
         """Whether intervals of held rows, which tables tell, are in shared memory: where it leaves two stages."""
         return told(self.p, self.keys) and self.laid_out(2, True).size <= arch.SHARED_BYTES
@@ -274,11 +281,11 @@ class Config:
         of the held ones, barriers."""
         row = 2 * self.width * -(-self.dim // self.width)
         tile, held = self.block * row, 1 if self.gradients == ("dv",) else 2
-        barriers = 1 + stages + (2 if self.fused else int(self.apart))
+        barriers = 1 + stages + (2 + 2 * self.persistent if self.fused else int(self.apart))
         return Layout(
             held=held * self.groups * arch.ROWS * row, stages=stages * (1 if self.apart else 2) * tile,
             y=tile if self.apart else 0, ds=2 * 2 * arch.ROWS * self.block * self.groups if self.fused else 0,
-            rows=stages * 8 * self.block if self.keys else 0, spans=spans * self.groups * 16 * arch.ROWS,
+            rows=stages * 8 * self.block if self.keys else 0, spans=(1 + self.persistent) * (spans * self.groups * 16 * arch.ROWS + 16 * self.persistent),
             barriers=16 * barriers, start=1024,
         )  # fmt: skip
 
@@ -292,6 +299,7 @@ class Config:
             "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
             "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
             "MASK": mask(p), "TOLD": int(self.near_spans), "ORDERED": int(self.ordered),
+            "PERSISTENT": int(self.persistent),
         } | self.laid_out(self.stages, self.near_spans).defines()  # fmt: skip
 
     @property
@@ -318,7 +326,7 @@ def sorter(program: Program) -> Params:
 
 def room(p: Problem) -> Room:
     """Room for the sums of dq, for two numbers a row (see `Task::row`), for a mark for 64 queries or keys, and for the
-    order of blocks."""
+    order of blocks and a counter."""
     marks = int(p.program.keep is not None)
     blocks = max(m.blocks * m.ordered for m in Config.all(p))
     return Room.of(
@@ -327,7 +335,7 @@ def room(p: Problem) -> Room:
         lse_log2=padded_rows(p),
         bad_q=marks * p.batch * p.heads_q * -(-p.seqlen_q // 64),
         bad_kv=marks * p.batch * p.heads_kv * -(-p.seqlen_kv // 64),
-        **({"order": p.batch * blocks} if blocks else {}),
+        **({"order": p.batch * blocks + 1} if blocks else {}),
     )
 
 
@@ -360,7 +368,9 @@ class Step:
         return cls(nvrtc.Kernel(binary, sorter(m.p.program), 1024, fixed=fixed), 1, {"order": "order"})
 
     @classmethod
-    def sweep(cls, m: Config, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: dict[str, Any]) -> Step:
+    def sweep(
+        cls, m: Config, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: dict[str, Any], sms: int
+    ) -> Step:
         """The kernel of a config; `tensors` are like q, k, v, dout and the gradients, `aux` what no call changes."""
         p, (dx, dy) = m.p, m.outputs
         fixed = (
@@ -369,18 +379,19 @@ class Step:
             | {name: getattr(p, name) for name in LENGTHS}
         )
         fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale, **aux}
+        fixed |= {"blocks": p.batch * m.blocks} if m.ordered else {}
         params = m.kernels[0].followed_by(expressions.parameters(p.program))
+        grid = p.batch * (p.heads_kv if m.keys else p.heads_q) * m.blocks
         kernel = nvrtc.Kernel(binary, params, 32 * m.warps, m.shared_bytes, fixed)
         mapped = dict(zip(MAPPED, ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v"), strict=True))
         rows = dict(zip(MAPPED, (64, 64, m.block, m.block), strict=True))
-        heads = p.heads_kv if m.keys else p.heads_q
         others = {"order": "order"} if m.ordered else {}
         others |= {
             "lse": "lse_log2", "delta": "delta", "dx": dx, "dy": dy,
             "marks": "bad_kv" if m.keys else "bad_q", "sums": "sums",
         }  # fmt: skip
         maps = {at: host.maps(tensors[name], (rows[at], 1), m.width) for at, name in mapped.items()}
-        return cls(kernel, p.batch * heads * m.blocks, mapped | others, maps)
+        return cls(kernel, min(grid, sms) if m.persistent else grid, mapped | others, maps)
 
     @classmethod
     def round(cls, m: Config, binary: nvrtc.Binary, dq: torch.Tensor) -> Step:
@@ -414,7 +425,7 @@ class Ready:
     pointers: tuple[str, ...]  # what the launches of Triton call the addresses, in the order of `run`
 
     @classmethod
-    def of(cls, p: Problem, x: Operands, saved: Saved, key: object) -> Ready:
+    def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> Ready:
         """Everything that the launches of a plan need."""
         dout, out = tidy(p, saved.dout), tidy_out(saved.out)
         tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
@@ -428,7 +439,7 @@ class Ready:
                 steps.append((Step.preprocess(m, binary, out, dout), False))
             if m.ordered:
                 steps.append((Step.order(m, binary, aux), True))
-            steps.append((Step.sweep(m, binary, tensors, aux), True))
+            steps.append((Step.sweep(m, binary, tensors, aux, sms), True))
             if m.fused:
                 steps.append((Step.round(m, binary, tensors["dq"]), False))
         space = room(p)

@@ -13,7 +13,7 @@
 //
 // The config, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH, WIDTH_V
 // (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it take as many
-// registers as the result), STAGES_X, STAGES_Y, MASK, TOLD, ORDERED (cuda/backward.cuh), SINKS, REGAINED (what dp is
+// registers as the result), STAGES_X, STAGES_Y, MASK, TOLD, ORDERED, PERSISTENT (cuda/backward.cuh), SINKS, REGAINED (what dp is
 // multiplied with, for what was cut off it: triton/split.py).
 #pragma once
 #include "cuda/split.cuh"
@@ -72,7 +72,7 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
       YTile::load(base + AT_HELD_Y + g * YTile::bytes, &t.held_y, rings.held, ONCE, row, task.head, task.batch);
     }
   }
-  task.walk([&, rings](int g, int j) mutable {
+  task.walk(Nothing{}, [&, rings](int g, int j) mutable {
     const int head = task.other(g);
     rings.x.await_empty();
     const u32 x = base + AT_X + rings.x.stage() * XTile::bytes, y = base + AT_Y + rings.y.stage() * YTile::bytes;
@@ -95,7 +95,7 @@ DEVICE void bring_rows(u32 base, const Task& task) {
   const int lane = threadIdx.x & 31;
   const float held = KEYS ? unit_held(task, t.unit_hx) * t.noise : 0.f;
   Rings rings(base);
-  task.walk([&, rings](int g, int j) mutable {
+  task.walk(Nothing{}, [&, rings](int g, int j) mutable {
     const float *unit_x = units_stepped(task, t.unit_x, g), *unit_y = units_stepped(task, t.unit_y, g);
     const i64 row = task.row(g);
     const float x = unit_x[j / (SEGMENT / 64)], y = unit_y[j / (SEGMENT / 64)];
@@ -332,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_fp32_backward(HO
   const Aux aux{AUX_VALUES};
   Task task = Task::number(blockIdx.x, t, n, aux);
 #if TOLD
-  task.tell_spans(base + AT_SPANS);
+  task.tell_spans(base + AT_SPANS, threadIdx.x, THREADS);
 #endif
   const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);

@@ -170,7 +170,7 @@ class Config:
             "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": dim, "DIM_V": dim_v, "COLUMNS": p.dim,
             "COLUMNS_V": p.dim_v, "WIDTH": width, "WIDTH_V": width_v, "PARTS_X": parts_x, "PARTS_Y": parts_y,
             "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": hopper_backward.mask(p),
-            "TOLD": int(self.near_spans), "ORDERED": 0,
+            "TOLD": int(self.near_spans), "ORDERED": 0, "PERSISTENT": 0,
             "SINKS": int(p.sinks), "BLOCK": 64, "REGAINED": f"{split.regained(p.dim_v)!r}f",
         } | self.laid_out(*self.stages, self.near_spans).defines()  # fmt: skip
 

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(32 * SORTERS) order_blocks(ORDER_BL
       __syncwarp();
     }
     __syncthreads();
-    if (place) return;
+    if (place) break;
     const int own = places[warp][lane];  // of bucket `warp`, what warp `lane` has
     int sum = own;
     UNROLL for (int way = 1; way < 32; way *= 2) {
@@ -55,4 +55,5 @@ extern "C" __global__ void __launch_bounds__(32 * SORTERS) order_blocks(ORDER_BL
     places[warp][lane] = before;
     __syncthreads();
   }
+  if (threadIdx.x == 0) order[blocks] = 0;  // how many were claimed besides each block's first
 }
