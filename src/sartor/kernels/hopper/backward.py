@@ -282,10 +282,11 @@ class Config:
         row = 2 * self.width * -(-self.dim // self.width)
         tile, held = self.block * row, 1 if self.gradients == ("dv",) else 2
         barriers = 1 + stages + (2 + 2 * self.persistent if self.fused else int(self.apart))
+        told = spans * self.groups * 16 * arch.ROWS + 16 * self.persistent  # and which rows they are
         return Layout(
             held=held * self.groups * arch.ROWS * row, stages=stages * (1 if self.apart else 2) * tile,
             y=tile if self.apart else 0, ds=2 * 2 * arch.ROWS * self.block * self.groups if self.fused else 0,
-            rows=stages * 8 * self.block if self.keys else 0, spans=(1 + self.persistent) * (spans * self.groups * 16 * arch.ROWS + 16 * self.persistent),
+            rows=stages * 8 * self.block if self.keys else 0, spans=(1 + self.persistent) * told,
             barriers=16 * barriers, start=1024,
         )  # fmt: skip
 
