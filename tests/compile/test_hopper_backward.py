@@ -78,7 +78,7 @@ def test_one_sweep(dim, options, dtype):
 def test_intervals_from_tables(dim, deterministic, name):
     """A block keeps them in shared memory where there is room, and a table says which block begins when."""
     for config in Config.all(problem(dim, deterministic=deterministic, **told(name))):
-        assert "order_blocks" in sound(config)
+        assert "order_blocks" in sound(config, spills=8 if dim == 96 else 0)
         assert config.ordered
         assert config.near_spans == (dim < 256)
         assert config.defines()["MASK"] == (1 if name == "packed" else 2)

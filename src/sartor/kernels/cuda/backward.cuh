@@ -53,15 +53,11 @@ struct Task {
     const float4 found = shared_load_four(spans + 16 * (at - first));
     return {__float_as_int(found.x), __float_as_int(found.y), __float_as_int(found.z), __float_as_int(found.w)};
   }
-  DEVICE void tell_spans(u32 to, int i, int threads) {  // by so many threads, of which this is the i-th
-    spans = to;
-#pragma unroll 1
-    for (; i < 64 * GROUPS; i += threads) {
-      const int at = imin(first + i, held() - 1);
-      const Span s = KEYS ? cols(batch, 0, at, x, n) : rows(batch, 0, at, x, n);  // which no head changes
-      const u32 own = to + 16 * i;
-      shared_store_pair(own, make_uint2(s.lo, s.hi)), shared_store_pair(own + 8, make_uint2(s.full_lo, s.full_hi));
-    }
+  DEVICE void tell_span(int i) const {  // of the i-th held row
+    const int at = imin(first + i, held() - 1);
+    const Span s = KEYS ? cols(batch, 0, at, x, n) : rows(batch, 0, at, x, n);  // which no head changes
+    const u32 to = spans + 16 * i;
+    shared_store_pair(to, make_uint2(s.lo, s.hi)), shared_store_pair(to + 8, make_uint2(s.full_lo, s.full_hi));
 #elif MASK
     return KEYS ? cols(batch, query_head(g), at, x, n) : rows(batch, query_head(g), at, x, n);
 #else
@@ -113,7 +109,9 @@ struct Task {
       if (index < all) {
         const Task next = number(index, t, n, x);
         batch = next.batch, head = next.head, first = next.first;
-        tell_spans(job(), threadIdx.x & 31, 32);
+        spans = job();
+#pragma unroll 1
+        for (int i = threadIdx.x & 31; i < 64 * GROUPS; i += 32) tell_span(i);
       }
       const u32 at = job() + 16 * 64 * GROUPS;
       if (lead) shared_store(at, index < all ? batch : -1), shared_store(at + 4, head), shared_store(at + 8, first);
@@ -188,9 +186,10 @@ struct Worker {
     }
     return __all_sync(ALL, all);
   }
-  DEVICE void look_at_every_pair(u32 (&kept)[2], int j, int g) const {  // a loop makes bits of it, in few registers
+  // A loop makes bits of it, in few registers: eight stepped rows at a time, AT_ONCE times at once
+  template <int AT_ONCE> DEVICE void look_at_every_pair(u32 (&kept)[2], int j, int g) const {
     kept[0] = kept[1] = 0;
-#pragma unroll (GROUPS == 3 ? 1 : 4)  // loads at once
+#pragma unroll (AT_ONCE)
     for (int i = BLOCK / 8 - 1; i >= 0; i--)
       UNROLL for (int r = 0; r < 2; r++)
         UNROLL for (int e = 1; e >= 0; e--) {

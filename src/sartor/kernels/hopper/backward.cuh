@@ -315,9 +315,9 @@ struct Consumer : Worker {
 #endif
     if (DX) multiply_rows(dp, held_at() + Held::bytes, y);
 #if MASK == 2
-    u32 kept[2];  // while they are multiplied
+    u32 kept[2];
     const bool pairs = partial && !whole(g);
-    if (pairs) look_at_every_pair(kept, j, g);
+    if (FUSED && pairs) look_at_every_pair<4>(kept, j, g);  // while they are multiplied, where registers allow it
 #endif
     wgmma_wait<DX>();
     pin(s);
@@ -327,6 +327,7 @@ struct Consumer : Worker {
     weigh();
     // queries past the end have weights of 0, keys past it gradients; without a branch ptxas makes weights after the wait
 #if MASK == 2
+    if (!FUSED && pairs) look_at_every_pair<1>(kept, j, g);
     if (pairs) hide(s, kept);
     else
 #endif
@@ -443,7 +444,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_
 #else
   Task task = Task::number(blockIdx.x, t, n, aux);
 #if TOLD
-  task.tell_spans(base + AT_SPANS, threadIdx.x, THREADS);
+  task.spans = base + AT_SPANS;
+  if (threadIdx.x < 64 * GROUPS) task.tell_span(threadIdx.x);  // before all wait for each other
 #endif
 #endif
   const auto bring = [&](int warp) {

@@ -238,7 +238,7 @@ struct Consumer : Worker {
 #if MASK == 2
     if (partial && !whole(g)) {
       u32 kept[2];
-      look_at_every_pair(kept, j, g);
+      look_at_every_pair<4>(kept, j, g);
       hide(s, kept);
     } else
 #endif
@@ -332,7 +332,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_fp32_backward(HO
   const Aux aux{AUX_VALUES};
   Task task = Task::number(blockIdx.x, t, n, aux);
 #if TOLD
-  task.tell_spans(base + AT_SPANS, threadIdx.x, THREADS);
+  task.spans = base + AT_SPANS;
+  if (threadIdx.x < 64 * GROUPS) task.tell_span(threadIdx.x);  // before all wait for each other
 #endif
   const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);
