@@ -22,15 +22,24 @@ from sartor.kernels.hopper.backward import Config, tidy, tidy_out
 DEVICE = ARCHITECTURES[90]
 SPEC = kernels.load("hopper_backward")
 MASKS = [{}, {"causal": True}, {"window": (90, 30)}]
+TOLD = ["documents", "causal documents", "packed"]  # masks whose intervals are in tables
 
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def problem(dim=128, dim_v=None, heads=(4, 4), dtype=torch.bfloat16, **options):
-    shapes = ((2, 1000, heads[0], dim), (2, 1000, heads[1], dim), (2, 1000, heads[1], dim_v or dim))
+def problem(dim=128, dim_v=None, heads=(4, 4), dtype=torch.bfloat16, batch=2, **options):
+    shapes = ((batch, 1000, heads[0], dim), (batch, 1000, heads[1], dim), (batch, 1000, heads[1], dim_v or dim))
     return Problem.of(Call(*(meta(*s, dtype=dtype) for s in shapes), **options))
+
+
+def told(name):
+    """Options of such a mask."""
+    if name == "packed":
+        ends = meta(5, dtype=torch.int32)
+        return {"mask": mods.packed(ends, ends, 1000, 1000, causal=True), "batch": 1}
+    return {"mask": mods.document(meta(2, 1000, dtype=torch.int32)), "causal": name.startswith("causal")}
 
 
 def sound(config, spills=0):
@@ -61,6 +70,32 @@ def test_kernels(dim, options):
 def test_one_sweep(dim, options, dtype):
     (config,) = Config.all(problem(dim, dtype=dtype, **options))
     assert sound(config) == {"hopper_backward", "preprocess", "round_dq"}
+
+
+@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", sample([64, 96, 128, 256], lambda dim: dim in (64, 128, 256)))
+def test_intervals_from_tables(dim, deterministic, name):
+    """A block keeps them in shared memory where there is room, and a table says which block begins when."""
+    for config in Config.all(problem(dim, deterministic=deterministic, **told(name))):
+        assert "order_blocks" in sound(config, spills=8 if dim == 96 else 0)
+        assert config.ordered
+        assert config.near_spans == (dim < 256)
+        assert config.defines()["MASK"] == (1 if name == "packed" else 2)
+
+
+@pytest.mark.parametrize("dim", sample([64, 96, 128, 256], lambda dim: dim in (64, 128)))
+def test_pairs(dim):
+    """A predicate that is no interval, and intervals of which every head has its own: neither kept nor ordered."""
+    lengths = meta(4, 1, 1, dtype=torch.int32)
+    for mask in (
+        mods.Mask(lambda b, h, q, kv: (q + kv + h) % 5 != 0),
+        mods.Mask(lambda b, h, q, kv, aux: kv < aux[0], (lengths,)),
+        *([mods.from_tensor(meta(2, 1, 1000, 1000, dtype=torch.bool))] if dim in (64, 128) else []),
+    ):
+        for config in Config.all(problem(dim, mask=mask)):
+            assert "order_blocks" not in sound(config, spills=32)
+            assert not config.near_spans
 
 
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
@@ -126,8 +161,8 @@ def test_reasons():
         (problem(dtype=torch.float32), "got torch.float32"),
         (problem(bias=meta(1000, 1000)), "table of queries and keys, got bias"),
         (problem(bias=meta(1000, 1000), bias_gradient=True), "no gradient of a bias"),
-        (problem(mask=meta(1000, dtype=torch.bool)), "one interval"),
-        (problem(mask=mods.document(meta(2, 1000, dtype=torch.int64))), "one interval"),
+        (problem(96, mask=meta(1000, 1000, dtype=torch.bool)), "got 96, deterministic=False and tensor"),
+        (problem(deterministic=True, mask=meta(1000, 1000, dtype=torch.bool)), "deterministic=True and tensor"),
     ):
         assert any(words in why for why in plan.against(SPEC.name, p, DEVICE))
         assert plan.against("triton_backward", p, DEVICE) == []
@@ -149,6 +184,13 @@ def test_reasons():
         ({"bias": meta(4, 1, 1)}, "hopper_backward"),
         ({"bias": meta(4, 1, 1000)}, "hopper_backward"),
         ({"bias": meta(1000, 1000)}, "triton_backward"),
+        ({"mask": meta(1000, 1000, dtype=torch.bool)}, "hopper_backward"),
+        ({"mask": meta(1000, 1000, dtype=torch.bool), "dim": 256}, "triton_backward"),
+        ({"mask": meta(1000, dtype=torch.bool)}, "hopper_backward"),
+        (told("documents"), "hopper_backward"),
+        (told("packed"), "hopper_backward"),
+        (told("documents") | {"dtype": torch.float32}, "hopper_fp32_backward"),
+        (told("causal documents") | {"softcap": 2.0}, "hopper_backward"),
         ({"dim": 256}, "hopper_backward"),
         ({"dim": 56}, "triton_backward"),
     ],
@@ -202,11 +244,11 @@ def test_rows_of_dout(case):
 
 def test_columns_without_spans_are_not_intervals():
     """Rows that are exact intervals are not enough: keys would take the queries of a wider one."""
-    q, spec = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16, device="meta"), kernels.load("hopper_backward")
+    q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16, device="meta")
     mask = mods.Mask(lambda b, h, q, kv, aux: kv * kv <= q * q, rows=lambda b, h, q, aux: (0, q + 1) * 2)
     p = Problem.of(Call(q, q, q, mask=mask))  # of squares no interval of rows is derived
     assert p.program.is_interval
-    assert any("one interval" in why for why in plan.against(spec.name, p, ARCHITECTURES[90]))
+    assert all(config.defines()["MASK"] == 2 for config in Config.all(p))  # pairs are looked at
     for full in ((5, mods.core.BIG), (0, 5)):  # one end is not exact: the predicate has a say there
         mask = mods.Mask(lambda b, h, q, kv, aux: kv <= q, rows=lambda b, h, q, aux, f=full: (0, mods.core.BIG, *f))
         assert not Problem.of(Call(q, q, q, mask=mask)).program.is_interval

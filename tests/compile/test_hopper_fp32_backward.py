@@ -46,6 +46,18 @@ def test_kernels(dim, dim_v, causal, keys):
     assert config.shared_bytes <= launch.room(DEVICE)
 
 
+@pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_documents(dim, keys):
+    """A block keeps their intervals in shared memory where there is room."""
+    config = Config(problem(dim, mask=mods.document(meta(2, 1000, dtype=torch.int32))), keys)
+    binary = config.compile()
+    (found,) = binary.resources.values()
+    assert found.spill_bytes <= (MOST_SPILLS if keys else 0)
+    assert "C75" not in binary.log
+    assert config.near_spans == (dim == 64)
+
+
 def test_three_products_in_float16():
     """Of 8 steps each for the scores and dp; of 4 steps for each half of the columns of a gradient."""
     try:
@@ -59,14 +71,12 @@ def test_three_products_in_float16():
 
 def test_reasons():
     """Each thing the kernel cannot do is said; the portable kernel does it."""
-    ids = meta(2, 1000, dtype=torch.int64)
     for p, words in (
         (problem(136), "17 to 128"),
         (problem(16), "17 to 128"),
         (problem(softcap=2.0), "got softcap"),
         (problem(alibi_slopes=meta(4)), "got alibi"),
-        (problem(mask=meta(1000, dtype=torch.bool)), "one interval"),
-        (problem(mask=mods.document(ids)), "one interval"),
+        (problem(mask=meta(1000, 1000, dtype=torch.bool)), "table of queries and keys"),
     ):
         assert any(words in why for why in plan.against(SPEC.name, p, DEVICE))
         assert plan.against("fp32_backward", p, DEVICE) == []

@@ -152,12 +152,27 @@ def test_explain_puts_the_tensors_on_the_device():
 @pytest.mark.skipif(bool(nvrtc.missing()), reason="plans a kernel that NVRTC compiles")
 def test_explain_says_why_not_another_backward():
     q = torch.empty(1, 100, 2, 64, device="meta")
-    options = {"mask": sartor.mods.document(torch.empty(1, 100, dtype=torch.int64, device="meta"))}
+    options = {"mask": torch.empty(100, 100, dtype=torch.bool, device="meta")}
     walk = sartor.explain(q, q, q, device=ARCHITECTURES[90], **options)
-    assert any("got document" in why for why in walk.refused_backward["hopper_fp32_backward"])
+    assert any("got tensor" in why for why in walk.refused_backward["hopper_fp32_backward"])
     lines = str(walk).splitlines()
     assert lines[-1 - len(walk.notes) - 1].startswith("  backward: fp32_backward")
     assert any(line.startswith("  hopper_fp32_backward: no, ") for line in lines)
+
+
+@needs_triton
+@pytest.mark.skipif(bool(nvrtc.missing()), reason="plans a kernel that NVRTC compiles")
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_explain_plans_packed_sequences_and_documents(dim):
+    """Those of training: both passes by the kernels of CUDA C++."""
+    q = torch.empty(1, 100, 2, dim, device="meta", dtype=torch.bfloat16)
+    ids, ends = (torch.empty(n, device="meta", dtype=torch.int32) for n in (100, 5))
+    document, packed = sartor.mods.document(ids[None]), sartor.mods.packed(ends, ends, 100, 100, causal=True)
+    for options in ({"mask": document}, {"mask": document, "causal": True}, {"mask": packed}):
+        for dtype, name in ((torch.bfloat16, "hopper_backward"), (torch.float32, "hopper_fp32_backward")):
+            if dim <= 128 or dtype == torch.bfloat16:
+                walk = sartor.explain(*[q.to(dtype)] * 3, device=ARCHITECTURES[90], **options)
+                assert walk.backward.kernel.name == name
 
 
 @needs_triton

@@ -389,6 +389,30 @@ def test_launches_of_a_backward(driver, backward, causal):
         assert (changed["bad_kv_ptr"], changed["dq_ptr"]) == (at["bad_kv"], dq.data_ptr())
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_launches_under_documents(driver, backward, deterministic):
+    """Their tables are every call's own; before each sweep over them one launch says which block begins when."""
+    q, k, v = inputs(64, "bshd")
+    ids = [torch.arange(n, dtype=torch.int32)[None] // 30 for n in (70, 90)]
+    masks = [mods.document(*ids) for _ in "ab"]
+    for mask in masks:
+        gradients(q, k, v, mask=mask, deterministic=deterministic)
+    found = [launched for launched in backward.launches if launched[0] != "hopper_forward"]
+    sweeps = ["order_blocks", "hopper_backward"]
+    names = ["preprocess", *sweeps * 2] if deterministic else ["preprocess", *sweeps, "round_dq"]
+    assert [name for name, *_ in found] == 2 * names
+    orders, blocks = ([x for x in found if x[0] == name] for name in sweeps)
+    for (_, one, first), (_, grid, second) in zip(orders, blocks, strict=True):
+        assert one == 1
+        assert grid in (2 * 4, 2 * 2)  # 128 rows or fewer of each head, on 132 SMs
+        assert first["order"] == second["order"]
+        tables = {name: value for name, value in first.items() if name.startswith("a")}
+        assert len(tables) == 10
+        assert second.items() >= tables.items()
+    assert orders[0][2]["a0"] == orders[-1][2]["a0"]  # of the ids themselves
+    assert orders[0][2]["a9"] != orders[-1][2]["a9"]  # of what each mask has made of them
+
+
 def problem_of(q, k, causal):
     return Problem.of(Call(q, k, k, causal=causal))
 

@@ -206,6 +206,40 @@ def test_ids_beyond_int32():
         assert_sound(mask, *shape)
 
 
+@given(data=st.data(), sq=st.integers(1, 12), skv=st.integers(1, 12))
+def test_tables_tell_intervals_both_ways(data, sq, skv):
+    """Of documents that lie together and of packed sequences, within causality, a window or a prefix too: each query
+    sees all of its interval, each key is seen by all of its own."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    kind, batch = data.draw(st.sampled_from(["document", "packed", "both"])), 1
+    mask = None
+    if kind != "packed":
+        batch = data.draw(st.sampled_from([1, 2]))
+        places = torch.randperm(5, generator=generator)  # documents in any order; of some, queries or keys alone
+        ids, kv_ids = (places[torch.randint(0, 5, (batch, n), generator=generator).sort(1).values] for n in (sq, skv))
+        mask = mods.document(ids, kv_ids)
+    if kind != "document" and batch == 1:
+        ends = [torch.randint(0, n + 1, (4,), generator=generator).sort().values for n in (sq, skv)]  # some are empty
+        ends = [torch.cat([e.new_zeros(1), e]) for e in ends]
+        sides = data.draw(st.none() | st.tuples(SIDES, SIDES))
+        found = mods.packed(*ends, sq, skv, data.draw(st.booleans()), sides)
+        mask = found if mask is None else mask & found
+    other = data.draw(st.sampled_from(["", "causal", "window", "prefix"]))
+    if other == "causal":
+        mask = mask & mods.causal(data.draw(ALIGN))
+    elif other == "window":
+        mask = mods.window(data.draw(SIDES), data.draw(SIDES)) & mask
+    elif other == "prefix":
+        mask = mask & mods.prefix(data.draw(st.integers(0, skv)))
+    keep = mask.materialize(batch, 1, sq, skv)
+    for which, pairs, n in (("rows", keep, skv), ("cols", keep.mT, sq)):
+        lo, hi, full_lo, full_hi = (x[..., None] for x in spans(mask, which, batch, 1, sq, skv))
+        assert torch.equal(lo, full_lo)
+        assert torch.equal(hi, full_hi)
+        at = torch.arange(n)
+        assert torch.equal((at >= lo) & (at < hi), pairs)
+
+
 def test_bad_arguments_are_refused():
     keep = lambda b, h, q, kv, aux: kv <= q  # noqa: E731 - a mask
     table = torch.zeros(4)

@@ -6,11 +6,16 @@ import pytest
 import torch
 
 import dialects
+import documents
 import sartor
-from sartor import kernels, nvrtc, testing
+from sartor import kernels, mods, nvrtc, testing
 from sartor.device import Device
 from sartor.kernels.spec import Operands, Plan, Saved
 from sartor.problem import Call, Problem, aux_values
+
+if not nvrtc.missing():
+    from sartor.kernels.cuda import expressions
+    from sartor.kernels.hopper.backward import Config, Step
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not nvrtc.missing()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC")]
@@ -59,6 +64,89 @@ def test_lengths(lengths, causal, dim, deterministic):
 @pytest.mark.parametrize("dim", [72, 80, 88, 96, 104, 112, 120, 136, 152, 160, 176, 192, 200, 224, 240, 248])
 def test_dims(dim, dtype):
     check(*inputs(b=1, d=dim, dtype=dtype), causal=True)
+
+
+TOLD = sorted(documents.masks(300, 300, "cpu"))
+PACKED = sorted(documents.packed(300, 300, "cpu"))
+
+
+@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (64, True), (96, False), *WAYS.values()])
+@pytest.mark.parametrize("name", TOLD)
+def test_intervals_from_tables(name, dim, deterministic):
+    if name == "tensor" and (deterministic or dim not in (64, 128)):
+        pytest.skip("one sweep takes tensors")
+    check(*inputs(d=dim), deterministic=deterministic, **documents.masks(600, 700, "cuda")[name])
+
+
+@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), *WAYS.values()])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(name, dim, deterministic):
+    check(*inputs(b=1, d=dim), deterministic=deterministic, **documents.packed(600, 700, "cuda")[name])
+
+
+@pytest.mark.parametrize("change", [{"softcap": 2.0}, {"alibi_slopes": True}], ids=["softcap", "alibi"])
+@pytest.mark.parametrize("name", ["causal documents", "scattered documents"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_scores_of_documents(dim, name, change):
+    change = {"alibi_slopes": torch.rand(4, device="cuda")} if "alibi_slopes" in change else change
+    check(*inputs(d=dim), **change, **documents.masks(600, 700, "cuda")[name])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), *WAYS.values()])
+def test_a_document_reaches_no_other(dim, deterministic, name, value):
+    """One is spoilt; the gradients of those beside it, in the same tiles, stay as they were."""
+    q, k, v = inputs(sq=600, skv=600, d=dim)
+    at = torch.arange(600, device="cuda")
+    options = {"mask": mods.document((at[None] >= 100).int() + (at >= 230)), "causal": True}
+    options["deterministic"] = deterministic
+    dout = testing.make_like(q)
+    clean = gradients(q, k, v, dout, **options)[:3]
+    {"q": q, "k": k, "v": v, "dout": dout}[name][:, 100:230] = value
+    spoilt = gradients(q, k, v, dout, **options)[:3]
+    for x, y in zip(spoilt, clean, strict=True):
+        x, y = (torch.cat([t[:, :100], t[:, 230:]], 1) for t in (x, y))
+        assert (x - y).norm() <= 2 * torch.finfo(BF16).eps * y.norm()
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_tokens_past_the_last_sequence(dim, value):
+    """They have gradients of 0, whatever they hold, and no part in others."""
+    q, k, v = inputs(b=1, sq=500, skv=500, d=dim)
+    ends = torch.tensor([0, 130, 130, 300], device="cuda", dtype=torch.int32)
+    options, dout = {"mask": mods.packed(ends, ends, 500, 500, causal=True)}, testing.make_like(q)
+    clean = gradients(q, k, v, dout, **options)[:3]
+    for t in (q, k, v, dout):
+        t[:, 300:] = value
+    for x, y in zip(gradients(q, k, v, dout, **options)[:3], clean, strict=True):
+        assert not x[:, 300:].any()
+        assert (x - y)[:, :300].norm() <= 2 * torch.finfo(BF16).eps * y.norm()
+
+
+@pytest.mark.parametrize("tokens", [100, 3000, 300_000])
+def test_order_of_blocks(tokens):
+    """Each once; those that step over most tiles first, by powers of two, neighbours in their order."""
+    generator = torch.Generator().manual_seed(tokens)
+    ends = torch.cat([torch.zeros(1), torch.rand(tokens // 50, generator=generator).sort().values * tokens]).int()
+    q = torch.empty(1, tokens, 1, 128, dtype=BF16, device="cuda")
+    call = Call(q, q, q, mask=mods.packed(ends.cuda(), ends.cuda(), tokens, tokens, causal=True))
+    p, device, spec = Problem.of(call), Device.of(torch.device("cuda")), kernels.load("hopper_backward")
+    assert spec.why_not(p, device) == []
+    (m,) = Config.all(p)
+    found = torch.full((m.blocks + 1,), -1, dtype=torch.int32, device="cuda")
+    aux = expressions.arguments(aux_values(call), p.program)
+    Step.order(m, m.compile(), {}).start({"order": found.data_ptr()}, aux)
+    *order, claimed = found.tolist()
+    assert claimed == 0
+    lo, hi = (t.cpu().view(-1).clamp(max=tokens) for t in call.mask.tensors[2:])
+    first = torch.arange(m.blocks) * 128
+    both = first, (first + 127).clamp(max=tokens - 1)
+    lo, hi = (torch.stack([torch.where(lo[i] < hi[i], t[i], n) for i in both]) for t, n in ((lo, tokens), (hi, 0)))
+    tiles = -(-hi.amax(0) // m.block) - lo.amin(0) // m.block
+    bucket = tiles.clamp(min=1).float().log2().floor()
+    assert torch.equal(torch.tensor(order), torch.argsort(-bucket, stable=True))
 
 
 def changes(heads, sq, skv):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import documents
 from sartor import kernels, nvrtc, testing
 from sartor.device import Device
 from sartor.kernels.spec import Operands, Plan, Saved, Tile
@@ -142,6 +143,12 @@ def check_gradients(q, k, v, limit=1e-6, **options):
     expected = testing.reference_gradients(q, k, v, dout, **options)
     for name, found in zip(("dq", "dk", "dv"), gradients(q, k, v, dout, **options), strict=True):
         assert (found.double() - expected[name]).norm() <= limit * expected[name].norm(), name
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", sorted({*documents.masks(300, 300, "cpu")} - {"tensor"}))
+def test_intervals_from_tables(name, dim):
+    check_gradients(*inputs(d=dim), **documents.masks(600, 700, "cuda")[name])
 
 
 MASKS = [{}, {"causal": True}, {"causal": "top_left"}, {"window": (90, 30)}, {"causal": True, "window": (70, 0)}]

@@ -125,6 +125,23 @@ class Program:
         return e.op in ("gather", "where", "minimum", "maximum")
 
     @cached_property
+    def reads_pairs(self) -> bool:
+        """Whether the mask reads a tensor anew for every pair of query and key."""
+        for e in self.keep.nodes() if self.keep is not None else ():
+            if e.op == "aux" and {"q", "k"} <= set(self.aux[e.args[0]].pattern.lower()):
+                return True
+            if e.op == "gather" and {"q", "kv"} <= set().union(*(a.leaves() for a in e.args[1:])):
+                return True
+        return False
+
+    def tells(self, spans: tuple[Expr, ...] | None) -> bool:
+        """Whether tensors tell `spans`, its rows or its columns, and the same to all heads."""
+        leaves = set().union(*(e.leaves() for e in spans or ()))
+        read = [self.aux[int(leaf[4:-1])] for leaf in leaves if leaf.startswith("aux[")]
+        by_head = "h" in leaves or any("h" in a.pattern.lower() for a in read)
+        return not by_head and any(a.dtype for a in read)
+
+    @cached_property
     def has_lower_end(self) -> bool:
         """Whether what a row attends within may begin after the first key."""
         return self.rows is not None and self.rows[0].text() != "0"

@@ -2,7 +2,10 @@
 //
 // The kernel that includes this has a config in macros: GROUPS (warpgroups
 // that multiply, each with 64 held rows), KEYS (keys and values are held, queries and dout stepped over, not the other way
-// round), BLOCK (rows of a tile that is stepped over), MASK (0 none, 1 an interval a row).
+// round), BLOCK (rows of a tile that is stepped over), MASK (0 none, 1 an interval of every row and column, 2 any), TOLD
+// (intervals of held rows come from tables: a block reads each once and keeps it in shared memory, at AT_SPANS), ORDERED (a
+// table says which rows are held when: hopper/order.cuh), PERSISTENT (a block holds one set of rows after another; a warp
+// claims the next ones while the others work, and leaves them in shared memory with their intervals).
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/wgmma.cuh"
@@ -16,12 +19,24 @@ struct Task {
   const Shape& n;
   const Aux& x;
   int batch, head, first;  // head: of the held operand
+#if TOLD
+  u32 spans = 0;           // where they are
+#endif
+#if PERSISTENT
+  Ring<2> jobs{0};         // of rows to hold
+#endif
 
   static DEVICE Task number(int index, const Params& t, const Shape& n, const Aux& x) {
     const int heads = KEYS ? n.heads_kv : n.heads_kv * n.group, tiles = ceil_div(KEYS ? n.seqlen_kv : n.seqlen_q, 64 * GROUPS);
-    const Place at = locate<MASK>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), SECTION});
+#if ORDERED
+    const Place at = locate<true>(index, {heads, 1, 0, 0, t.blocks, t.blocks * heads, SECTION});
+    const int found = t.order[t.blocks - 1 - at.tile];
+    return {t, n, x, found / tiles, at.head, found % tiles * 64 * GROUPS};
+#else
+    const Place at = locate<MASK != 0>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), SECTION});
     const int tile = KEYS ? tiles - 1 - at.tile : at.tile;  // causal: the longest are the last queries, the first keys
     return {t, n, x, at.batch, at.head, tile * 64 * GROUPS};
+#endif
   }
 
   DEVICE int heads_q() const { return n.heads_kv * n.group; }
@@ -34,7 +49,16 @@ struct Task {
   DEVICE i64 row(int g) const { return (i64(batch) * heads_q() + query_head(g)) * (ceil_div(n.seqlen_q, 16) * 16); }
   DEVICE int heads_held() const { return KEYS ? n.heads_kv : heads_q(); }
   DEVICE Span span(int at, int g) const {
-#if MASK
+#if TOLD
+    const float4 found = shared_load_four(spans + 16 * (at - first));
+    return {__float_as_int(found.x), __float_as_int(found.y), __float_as_int(found.z), __float_as_int(found.w)};
+  }
+  DEVICE void tell_span(int i) const {  // of the i-th held row
+    const int at = imin(first + i, held() - 1);
+    const Span s = KEYS ? cols(batch, 0, at, x, n) : rows(batch, 0, at, x, n);  // which no head changes
+    const u32 to = spans + 16 * i;
+    shared_store_pair(to, make_uint2(s.lo, s.hi)), shared_store_pair(to + 8, make_uint2(s.full_lo, s.full_hi));
+#elif MASK
     return KEYS ? cols(batch, query_head(g), at, x, n) : rows(batch, query_head(g), at, x, n);
 #else
     return {0, stepped(), 0, stepped()};
@@ -50,7 +74,9 @@ struct Task {
 #pragma unroll 1
       for (int i = threadIdx.x & 31; i < count; i += 32) {
         const Span s = span(imin(from + i, held() - 1), g);
-        lo = imin(lo, s.lo), hi = imax(hi, s.hi), full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
+        const bool some = !(TOLD || MASK == 2) || s.lo < s.hi;  // where a row sees nothing, its interval may lie anywhere
+        if (some) lo = imin(lo, s.lo), hi = imax(hi, s.hi);
+        full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
       }
       lo = imax(warp_min(lo), 0), hi = imin(imax(warp_max(hi), 0), stepped());
       full_lo = warp_max(full_lo), full_hi = imax(warp_min(full_hi), 0);
@@ -58,21 +84,77 @@ struct Task {
     return {lo / BLOCK, ceil_div(hi, BLOCK), ceil_div(full_lo, BLOCK), full_hi / BLOCK};
   }
 
-  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th round. It is to hold rings by value: by reference
-  // they cost registers
-  template <class Visit> DEVICE void walk(Visit visit) const {
+#if PERSISTENT
+  static constexpr int job_bytes = 16 * 64 * GROUPS + 16;  // intervals of rows, and which rows they are
+  DEVICE u32 job() const { return jobs.bars + 32 - AT_JOBS_END + AT_SPANS + jobs.stage() * job_bytes; }
+  DEVICE bool take() {  // the next rows to hold, if there are any
+    jobs.await_full();
+    spans = job();
+    const auto read = [&](int at) { return __shfl_sync(ALL, shared_load(spans + 16 * 64 * GROUPS + at), 0); };
+    batch = read(0), head = read(4), first = read(8);
+    return batch >= 0;
+  }
+  DEVICE void leave() {  // by a warp that has read all of it
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive(jobs.empty());
+    jobs.next();
+  }
+  DEVICE void claim() {  // by one warp: rows for this block, until there are none
+    const bool lead = (threadIdx.x & 31) == 0;
+    const int all = t.blocks * heads_held();
+    int index = blockIdx.x;
 #pragma unroll 1
-    for (int g = 0; g < rounds(); g++) {
-      const Range tiles = range(first, 64 * GROUPS, g);
+    while (true) {
+      jobs.await_empty();
+      if (index < all) {
+        const Task next = number(index, t, n, x);
+        batch = next.batch, head = next.head, first = next.first;
+        spans = job();
 #pragma unroll 1
-      for (int j = tiles.begin; j < tiles.end; j++) visit(g, j);
+        for (int i = threadIdx.x & 31; i < 64 * GROUPS; i += 32) tell_span(i);
+      }
+      const u32 at = job() + 16 * 64 * GROUPS;
+      if (lead) shared_store(at, index < all ? batch : -1), shared_store(at + 4, head), shared_store(at + 8, first);
+      __syncwarp();
+      if (lead) barrier_arrive(jobs.full());
+      jobs.next();
+      if (index >= all) return;
+      index = __shfl_sync(ALL, lead ? atomicAdd(t.order + t.blocks, 1) : 0, 0) + gridDim.x;
     }
   }
+#endif
+
+  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th round, after `begin` for the rows that are held. They
+  // are to hold rings by value: by reference these cost registers
+#if PERSISTENT
+  template <class Begin, class Visit> DEVICE void walk(Begin begin, Visit visit) {
+#pragma unroll 1
+    while (take()) {
+#else
+  template <class Begin, class Visit> DEVICE void walk(Begin begin, Visit visit) const {
+#endif
+      begin();
+#pragma unroll 1
+      for (int g = 0; g < rounds(); g++) {
+        const Range tiles = range(first, 64 * GROUPS, g);
+#pragma unroll 1
+        for (int j = tiles.begin; j < tiles.end; j++) visit(g, j);
+      }
+#if PERSISTENT
+      leave();
+    }
+#endif
+  }
 };
+struct Nothing { DEVICE void operator()() const {} };
 
 // A consumer warpgroup: where it is, and what it does with rows
 struct Worker {
+#if PERSISTENT
+  Task task;
+#else
   const Task& task;
+#endif
   const u32 base;
   const int group, lane, row;  // row: the first of this thread's two in its 64
   const float factor, scale;
@@ -94,6 +176,34 @@ struct Worker {
       if (at < task.held()) lse[r] = task.t.lse[task.row(0) + at], delta[r] = task.t.delta[task.row(0) + at];
     }
   }
+#if MASK == 2
+  // Whether the rows of this warp see all of their intervals, as of tables only their values tell
+  DEVICE bool whole(int g) const {
+    bool all = true;
+    UNROLL for (int r = 0; r < 2; r++) {
+      const Span span = task.span(imin(first() + row + 8 * r, task.held() - 1), g);
+      all &= span.lo == span.full_lo && span.hi == span.full_hi;
+    }
+    return __all_sync(ALL, all);
+  }
+  // A loop makes bits of it, in few registers: eight stepped rows at a time, AT_ONCE times at once
+  template <int AT_ONCE> DEVICE void look_at_every_pair(u32 (&kept)[2], int j, int g) const {
+    kept[0] = kept[1] = 0;
+#pragma unroll (AT_ONCE)
+    for (int i = BLOCK / 8 - 1; i >= 0; i--)
+      UNROLL for (int r = 0; r < 2; r++)
+        UNROLL for (int e = 1; e >= 0; e--) {
+          const int held = first() + row + 8 * r, stepped = BLOCK * j + 2 * (lane & 3) + 8 * i + e;
+          const bool seen = keep(task.batch, task.query_head(g), KEYS ? stepped : held, KEYS ? held : stepped, task.x, task.n);
+          kept[r] = kept[r] << 1 | (seen & (stepped < task.stepped()));
+        }
+  }
+  DEVICE static void hide(float (&weights)[BLOCK / 2], const u32 (&kept)[2]) {
+    UNROLL for (int i = 0; i < BLOCK / 4; i++)
+      UNROLL for (int r = 0; r < 2; r++)
+        if (!(kept[r] >> i & 1)) weights[i / 2 * 4 + 2 * r + i % 2] = 0.f;
+  }
+#endif
   DEVICE void mask(float (&weights)[BLOCK / 2], int j, int g) const {
     UNROLL for (int r = 0; r < 2; r++) {
       const Span span = task.span(imin(first() + row + 8 * r, task.held() - 1), g);

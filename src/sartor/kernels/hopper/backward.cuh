@@ -19,7 +19,7 @@
 //
 // The config, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
 // swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its own),
-// MASK (0 none, 1 an interval a row), SCORE (of scores: 0 no change, 1 one whose derivative is 1, 2 any), BF16; PREPROCESS
+// MASK, TOLD, ORDERED, PERSISTENT (cuda/backward.cuh), SCORE (of scores: 0 no change, 1 one whose derivative is 1, 2 any), BF16; PREPROCESS
 // (whether `preprocess` is in this text too) and for it WIDE (whether out has float32).
 #pragma once
 #include "cuda/wgmma.cuh"
@@ -35,27 +35,43 @@ constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, o
 constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's last three products, not the second
 
 // ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, dS of two tiles (FUSED), of each stage lse and
-// delta of its rows (KEYS), barriers, room to begin on 1024
+// delta of its rows (KEYS), intervals of the held rows (TOLD), barriers, room to begin on 1024
 using DsTile = Staged<64 * GROUPS, BLOCK, 64>;  // dS, queries by keys: a chunk a warpgroup
 constexpr int AT_STAGES = HELD * GROUPS * Held::bytes, STAGE_BYTES = (2 - APART) * Tile::bytes;
 constexpr int AT_Y = AT_STAGES + STAGES * STAGE_BYTES;  // APART
 constexpr int AT_DS = AT_Y + APART * Tile::bytes;
 constexpr int AT_ROWS = AT_DS + FUSED * 2 * DsTile::bytes, DELTA = 4 * BLOCK, ROWS_BYTES = KEYS ? 8 * BLOCK : 0;
-constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES;
+constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + TOLD * (1 + PERSISTENT) * (16 * 64 * GROUPS + 16 * PERSISTENT);
+#if TOLD
+constexpr int AT_SPANS = AT_ROWS + STAGES * ROWS_BYTES;
+static_assert(AT_SPANS == OFFSET_SPANS);
+#endif
+#if PERSISTENT
+constexpr int AT_JOBS_END = AT_BARRIERS + 16 * (5 + STAGES);  // of the barriers of `jobs`
+#endif
 static_assert(AT_STAGES == OFFSET_STAGES && AT_Y == OFFSET_Y && AT_DS == OFFSET_DS && AT_ROWS == OFFSET_ROWS);
 static_assert(AT_BARRIERS == OFFSET_BARRIERS);
-static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 : APART)) + 1024);
+static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + 2 * PERSISTENT : APART)) + 1024);
 
 struct Rings {
+#if PERSISTENT
+  Ring<1> held;
+#else
   u32 held;  // a barrier
+#endif
   Ring<STAGES> tiles;
   Ring<2> ds;
 #if APART
   Ring<1> y{ds.bars};  // in their place
 #endif
-  DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(held + 16), ds(tiles.bars + 16 * STAGES) {}
+  DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(base + AT_BARRIERS + 16), ds(tiles.bars + 16 * STAGES) {}
   DEVICE void init() const {  // by one thread; a stage is full when its two tiles and what goes with its rows are there
+#if PERSISTENT
+    held.init(4 * GROUPS, HELD * GROUPS);
+    Ring<2>(ds.bars + 32).init(4 * GROUPS + 3);  // of jobs: three warps load
+#else
     barrier_init(held, HELD * GROUPS);
+#endif
     tiles.init(4 * GROUPS, 2 - APART + KEYS * (1 + DX));
 #if APART
     y.init(4 * GROUPS);
@@ -67,18 +83,27 @@ struct Rings {
 
 #include "cuda/backward.cuh"
 
-DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread orders tiles
+DEVICE void load(u32 base, Task task) {  // one warp; its first thread orders tiles
   const Params& t = task.t;
   const bool lead = (threadIdx.x & 31) == 0;
   Rings rings(base);
-  if (lead) {
-    for (int g = 0; g < GROUPS; g++) {
-      const u32 to = base + HELD * g * Held::bytes;
-      Held::load(to, &t.held_x, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
-      if (DX) Held::load(to + Held::bytes, &t.held_y, rings.held, ONCE, task.first + 64 * g, task.head, task.batch);
+  const auto hold = [&, held = rings.held]() mutable {
+#if PERSISTENT
+    held.await_empty();
+    const u32 bar = held.full();
+    held.next();
+#else
+    const u32 bar = held;
+#endif
+    if (lead) {
+      for (int g = 0; g < GROUPS; g++) {
+        const u32 to = base + HELD * g * Held::bytes;
+        Held::load(to, &t.held_x, bar, ONCE, task.first + 64 * g, task.head, task.batch);
+        if (DX) Held::load(to + Held::bytes, &t.held_y, bar, ONCE, task.first + 64 * g, task.head, task.batch);
+      }
     }
-  }
-  task.walk([&, rings](int g, int j) mutable {
+  };
+  task.walk(hold, [&, rings](int g, int j) mutable {
     const int head = task.other(g);
     rings.tiles.await_empty();
     const u32 to = base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES;
@@ -96,11 +121,11 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
 }
 
 // A warp brings a number for each query of a tile, `past` for those past the end: lse = +inf makes their weights 0
-DEVICE void bring_rows(u32 base, const Task& task, const float* from, float past, u32 place) {
+DEVICE void bring_rows(u32 base, Task task, const float* from, float past, u32 place) {
   constexpr int EACH = ceil_div(BLOCK, 32);
   const int lane = threadIdx.x & 31;
   Rings rings(base);
-  task.walk([&, rings](int g, int j) mutable {
+  task.walk(Nothing{}, [&, rings](int g, int j) mutable {
     const float* of_head = from + task.row(g);
     float x[EACH];
     UNROLL for (int i = 0; i < EACH; i++) {
@@ -278,9 +303,7 @@ struct Consumer : Worker {
   }
 #endif
 
-  DEVICE void step(int j, int g, bool partial) {
-    const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
-    rings.tiles.await_full();
+  DEVICE void weigh_tile(u32 x, u32 y, int j, int g, bool partial) {  // its weights and score gradients, as operands
     pin(s);
     if (DX) pin(dp);
     wgmma_fence();
@@ -291,6 +314,11 @@ struct Consumer : Worker {
     wgmma_fence();
 #endif
     if (DX) multiply_rows(dp, held_at() + Held::bytes, y);
+#if MASK == 2
+    u32 kept[2];
+    const bool pairs = partial && !whole(g);
+    if (FUSED && pairs) look_at_every_pair<4>(kept, j, g);  // while they are multiplied, where registers allow it
+#endif
     wgmma_wait<DX>();
     pin(s);
 #if SCORE
@@ -298,6 +326,11 @@ struct Consumer : Worker {
 #endif
     weigh();
     // queries past the end have weights of 0, keys past it gradients; without a branch ptxas makes weights after the wait
+#if MASK == 2
+    if (!FUSED && pairs) look_at_every_pair<1>(kept, j, g);
+    if (pairs) hide(s, kept);
+    else
+#endif
     if ((MASK || FUSED || (DX && DIM > 128)) && partial) mask(s, j, g);
     if (DX) {
       wgmma_wait<0>();
@@ -307,6 +340,15 @@ struct Consumer : Worker {
     done(rings.y);
 #endif
     differentiate();
+  }
+  DEVICE void step(int j, int g, bool partial, bool seen) {
+    const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
+    rings.tiles.await_full();
+    if (!(FUSED && TOLD) || seen) {
+      weigh_tile(x, y, j, g, partial);
+    } else {  // only the other warpgroup sees something; without any product ptxas would serialise all
+      UNROLL for (int i = 0; i < BLOCK / 4; i++) a[i] = b[i] = 0;
+    }
 #if FUSED
     if (EARLY) multiply_keys();
 #endif
@@ -337,10 +379,26 @@ struct Consumer : Worker {
   }
 
   DEVICE void run() {
+#if PERSISTENT
+#pragma unroll 1
+    while (task.take()) {
+      work();
+      task.leave();
+    }
+#else
+    work();
+#endif
+  }
+  DEVICE void work() {
     if (DX) UNROLL for (int i = 0; i < DIM / 2; i++) dx[i] = 0.f;
     if (DY) UNROLL for (int i = 0; i < DIM / 2; i++) dy[i] = 0.f;
     if (!KEYS) read_held(lse, delta);
+#if PERSISTENT
+    rings.held.await_full();
+    rings.ds.await_empty();
+#else
     barrier_wait(rings.held, 0);
+#endif
 #if FUSED
     tell_ds();  // before the first tile there are none: what is multiplied is not added
 #endif
@@ -357,14 +415,18 @@ struct Consumer : Worker {
           rings.y.await_full(), done(rings.y);
 #endif
         } else {
-          step(j, g, j < own.full_begin || j >= own.full_end);
+          step(j, g, j < own.full_begin || j >= own.full_end, j >= own.begin && j < own.end);
         }
       }
     }
 #if FUSED
     multiply_keys();
     wgmma_wait<0>();
+#if PERSISTENT
+    done(rings.held);
+#endif
     add_dq();
+    sums = nullptr;
 #endif
     finish();
   }
@@ -376,11 +438,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_
   const Params t = PARAMS;
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
-  const Task task = Task::number(blockIdx.x, t, n, aux);
+#if PERSISTENT
+  Task task{t, n, aux, 0, 0, 0};
+  task.jobs = Ring<2>(base + AT_JOBS_END - 32);
+#else
+  Task task = Task::number(blockIdx.x, t, n, aux);
+#if TOLD
+  task.spans = base + AT_SPANS;
+  if (threadIdx.x < 64 * GROUPS) task.tell_span(threadIdx.x);  // before all wait for each other
+#endif
+#endif
   const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);
     if (KEYS && warp == 1) bring_rows(base, task, lse, INF, 0);
     if (KEYS && DX && warp == 2) bring_rows(base, task, delta, 0.f, DELTA);
+#if PERSISTENT
+    if (warp == 3) task.claim();
+#endif
   };
   divide<Rings>(base, bring, [&](int group) { Consumer(task, base, group).run(); });
 }
@@ -405,6 +479,9 @@ extern "C" __global__ void __launch_bounds__(128) round_dq(ROUND_DQ_PARAMETERS) 
 }
 #endif
 
+#if ORDERED
+#include "hopper/order.cuh"
+#endif
 #if PREPROCESS
 #include "hopper/preprocess.cuh"
 #endif

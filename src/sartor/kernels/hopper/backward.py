@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from sartor.features import (
     GQA,
     INDEXED,
     INTERVAL,
+    PAIRS,
     SCORE,
     SHARED_LSE,
     SINKS,
@@ -40,6 +42,7 @@ from sartor.kernels.room import Room
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import TritonBackward, dense_like, padded_rows, rows
+from sartor.mods.program import Program
 from sartor.problem import Problem, is_copied, mask_class, rows_on_16_bytes
 
 if launch.available():
@@ -70,8 +73,13 @@ ROUND = Params(
     seqlen_q="int",
     scale="float",
 )
+ORDERED = PARAMS.followed_by(
+    {"order": "int*", "blocks": "int"}
+)  # of blocks, where tables tell the intervals of held rows
+ORDER = Params("order_blocks", order="int*", **LENGTHS, batch="int")
 MAPPED = ("held_x", "held_y", "x", "y")  # parameters
 DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
+FUSED = (64, 128)  # head dims of which one sweep makes all gradients
 BOTH = 128  # columns of which registers hold dk and dv
 CHANGE = 32  # registers that a change of scores takes
 AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
@@ -83,17 +91,22 @@ class HopperBackward(TritonBackward):
     name = "hopper_backward"
     family = "hopper"
     features = frozenset({
-        F16, BF16, WIDE_OUT, GQA, SINKS, INTERVAL, SCORE, TABLES, INDEXED, UNALIGNED_TABLES, DETERMINISTIC,
+        F16, BF16, WIDE_OUT, GQA, SINKS, INTERVAL, PAIRS, SCORE, TABLES, INDEXED, UNALIGNED_TABLES, DETERMINISTIC,
         SHARED_LSE,
     })  # fmt: skip
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need."""
-        why = launch.reasons(p, dev) + reasons(p, dev)
+        why = launch.reasons(p, dev) + arch.reasons(p, dev)
         if p.program.score is not None and mask_class(p) == "tensor":
             why.append(f"needs scores that read no table of queries and keys, got {p.score_name}")
         elif p.program.buries:
             why.append(f"needs scores whose sum lse can tell however low all of a row are, got {p.score_name}")
+        if p.program.reads_pairs and not fused(p):
+            why.append(
+                f"needs head dim {' or '.join(map(str, FUSED))} and no order of sums for a mask that reads a table of"
+                f" queries and keys, got {p.dim}, deterministic={p.deterministic} and {p.mask_name}"
+            )
         if p.dim not in DIMS:
             why.append(f"needs head dims {DIMS[0]} to {DIMS[-1]}, multiples of 8, got {p.dim}")
         return why
@@ -120,7 +133,7 @@ class HopperBackward(TritonBackward):
         key = launch.key(saved)
         ready: Any = plan.cache.get(("hopper", key))
         if ready is None:
-            ready = plan.cache["hopper", key] = Ready.of(plan.problem, x, saved, key)
+            ready = plan.cache["hopper", key] = Ready.of(plan.problem, x, saved, key, plan.device.sm_count or 1)
         return ready.run(plan, x, saved)  # type: ignore[no-any-return]
 
     def repairs(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
@@ -143,12 +156,14 @@ def tidy(p: Problem, dout: torch.Tensor) -> torch.Tensor:
     return dout if fine else dout.clone(memory_format=torch.contiguous_format)
 
 
-def reasons(p: Problem, dev: Device) -> list[str]:
-    """What every backward of this kind needs of the machine, the lengths and masks."""
-    why = arch.reasons(p, dev)
-    if p.program.keep is not None and not p.program.is_interval_both_ways:
-        why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
-    return why
+def mask(p: Problem) -> int:
+    """Of the macros of cuda/backward.cuh: 0 none, 1 an interval of every row and column, 2 any."""
+    return 0 if p.program.keep is None else 1 if p.program.is_interval_both_ways else 2
+
+
+def told(p: Problem, keys: bool) -> bool:
+    """Whether tables tell the intervals of held rows, to all heads alike."""
+    return p.program.tells(p.program.cols if keys else p.program.rows)
 
 
 def columns(p: Problem) -> int:
@@ -164,7 +179,7 @@ def change(p: Problem) -> int:
 
 def fused(p: Problem) -> bool:
     """Whether one sweep makes dk, dv and dq: its parts of dq are cut to these head dims."""
-    return p.dim in (64, 128) and not p.deterministic
+    return p.dim in FUSED and not p.deterministic
 
 
 def sums(p: Problem) -> int:
@@ -241,22 +256,40 @@ class Config:
     @property
     def stages(self) -> int:
         """Pairs of tiles stepped over that shared memory has room for."""
-        return max((n for n in (1, 2, 3, 4) if self.laid_out(n).size <= arch.SHARED_BYTES), default=0)
+        return max((n for n in (1, 2, 3, 4) if self.laid_out(n, self.near_spans).size <= arch.SHARED_BYTES), default=0)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether a table says which block begins when."""
+        return told(self.p, self.keys)
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a block holds one set of rows after another, as the order says."""
+        return self.fused and self.ordered
+
+    @property
+    def near_spans(self) -> bool:
+        """Whether intervals of held rows, which tables tell, are in shared memory: where it leaves two stages."""
+        return told(self.p, self.keys) and self.laid_out(2, True).size <= arch.SHARED_BYTES
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
-        return self.laid_out(self.stages).size
+        return self.laid_out(self.stages, self.near_spans).size
 
-    def laid_out(self, stages: int) -> Layout:
-        """Shared memory with so many stages: held tiles, stepped tiles, dS of two, what goes with rows, barriers."""
+    def laid_out(self, stages: int, spans: bool) -> Layout:
+        """Shared memory with so many stages: held tiles, stepped tiles, dS of two, what goes with rows, intervals
+        of the held ones, barriers."""
         row = 2 * self.width * -(-self.dim // self.width)
         tile, held = self.block * row, 1 if self.gradients == ("dv",) else 2
-        barriers = 1 + stages + (2 if self.fused else int(self.apart))
+        barriers = 1 + stages + (2 + 2 * self.persistent if self.fused else int(self.apart))
+        told = spans * self.groups * 16 * arch.ROWS + 16 * self.persistent  # and which rows they are
         return Layout(
             held=held * self.groups * arch.ROWS * row, stages=stages * (1 if self.apart else 2) * tile,
             y=tile if self.apart else 0, ds=2 * 2 * arch.ROWS * self.block * self.groups if self.fused else 0,
-            rows=stages * 8 * self.block if self.keys else 0, barriers=16 * barriers, start=1024,
+            rows=stages * 8 * self.block if self.keys else 0, spans=(1 + self.persistent) * told,
+            barriers=16 * barriers, start=1024,
         )  # fmt: skip
 
     def defines(self) -> dict[str, Any]:
@@ -266,25 +299,46 @@ class Config:
             "GROUPS": self.groups, "KEYS": int(self.keys), "DX": int(self.gradients != ("dv",)),
             "DY": int("dv" in self.gradients), "FUSED": int(self.fused), "DIM": self.dim, "COLUMNS": p.dim,
             "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages, "APART": int(self.apart),
-            "MASK": int(p.program.keep is not None), "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
+            "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
             "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
-        } | self.laid_out(self.stages).defines()  # fmt: skip
+            "MASK": mask(p), "TOLD": int(self.near_spans), "ORDERED": int(self.ordered),
+            "PERSISTENT": int(self.persistent),
+        } | self.laid_out(self.stages, self.near_spans).defines()  # fmt: skip
+
+    @property
+    def blocks(self) -> int:
+        """Of a head: each holds 64 rows a warpgroup."""
+        return -(-(self.p.seqlen_kv if self.keys else self.p.seqlen_q) // (arch.ROWS * self.groups))
+
+    @property
+    def kernels(self) -> tuple[Params, ...]:
+        """What is in the text."""
+        return (ORDERED, PREPROCESS, ROUND, sorter(self.p.program)) if self.ordered else (PARAMS, PREPROCESS, ROUND)
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
         dtype = "bf16" if self.p.dtype == torch.bfloat16 else "f16"
-        return arch.build(self, dtype, "hopper/backward", {64, self.block, self.dim}, (PARAMS, PREPROCESS, ROUND))
+        return arch.build(self, dtype, "hopper/backward", {64, self.block, self.dim}, self.kernels)
+
+
+@lru_cache(maxsize=256)
+def sorter(program: Program) -> Params:
+    """The parameters of `order_blocks`, for a program the same ones each time: compiled kernels are found by them."""
+    return ORDER.followed_by(expressions.parameters(program))
 
 
 def room(p: Problem) -> Room:
-    """Room for the sums of dq, for two numbers a row (see `Task::row`), and for a mark for 64 queries or keys."""
+    """Room for the sums of dq, for two numbers a row (see `Task::row`), for a mark for 64 queries or keys, and for the
+    order of blocks and a counter."""
     marks = int(p.program.keep is not None)
+    blocks = max(m.blocks * m.ordered for m in Config.all(p))
     return Room.of(
         sums=sums(p) if fused(p) else 0,
         delta=padded_rows(p),
         lse_log2=padded_rows(p),
         bad_q=marks * p.batch * p.heads_q * -(-p.seqlen_q // 64),
         bad_kv=marks * p.batch * p.heads_kv * -(-p.seqlen_kv // 64),
+        **({"order": p.batch * blocks + 1} if blocks else {}),
     )
 
 
@@ -311,7 +365,15 @@ class Step:
         return cls(nvrtc.Kernel(binary, PREPROCESS, 128, fixed=fixed), grid, {name: name for name in names})
 
     @classmethod
-    def sweep(cls, m: Config, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: dict[str, Any]) -> Step:
+    def order(cls, m: Config, binary: nvrtc.Binary, aux: dict[str, Any]) -> Step:
+        """Of the blocks of a sweep, the longest first."""
+        fixed = {name: getattr(m.p, name) for name in (*LENGTHS, "batch")} | aux
+        return cls(nvrtc.Kernel(binary, sorter(m.p.program), 1024, fixed=fixed), 1, {"order": "order"})
+
+    @classmethod
+    def sweep(
+        cls, m: Config, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: dict[str, Any], sms: int
+    ) -> Step:
         """The kernel of a config; `tensors` are like q, k, v, dout and the gradients, `aux` what no call changes."""
         p, (dx, dy) = m.p, m.outputs
         fixed = (
@@ -320,17 +382,19 @@ class Step:
             | {name: getattr(p, name) for name in LENGTHS}
         )
         fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale, **aux}
-        params = PARAMS.followed_by(expressions.parameters(p.program))
+        fixed |= {"blocks": p.batch * m.blocks} if m.ordered else {}
+        params = m.kernels[0].followed_by(expressions.parameters(p.program))
+        grid = p.batch * (p.heads_kv if m.keys else p.heads_q) * m.blocks
         kernel = nvrtc.Kernel(binary, params, 32 * m.warps, m.shared_bytes, fixed)
         mapped = dict(zip(MAPPED, ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v"), strict=True))
         rows = dict(zip(MAPPED, (64, 64, m.block, m.block), strict=True))
-        length, heads = (p.seqlen_kv, p.heads_kv) if m.keys else (p.seqlen_q, p.heads_q)
-        others = {
+        others = {"order": "order"} if m.ordered else {}
+        others |= {
             "lse": "lse_log2", "delta": "delta", "dx": dx, "dy": dy,
             "marks": "bad_kv" if m.keys else "bad_q", "sums": "sums",
         }  # fmt: skip
         maps = {at: host.maps(tensors[name], (rows[at], 1), m.width) for at, name in mapped.items()}
-        return cls(kernel, p.batch * heads * -(-length // (64 * m.groups)), mapped | others, maps)
+        return cls(kernel, min(grid, sms) if m.persistent else grid, mapped | others, maps)
 
     @classmethod
     def round(cls, m: Config, binary: nvrtc.Binary, dq: torch.Tensor) -> Step:
@@ -364,7 +428,7 @@ class Ready:
     pointers: tuple[str, ...]  # what the launches of Triton call the addresses, in the order of `run`
 
     @classmethod
-    def of(cls, p: Problem, x: Operands, saved: Saved, key: object) -> Ready:
+    def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> Ready:
         """Everything that the launches of a plan need."""
         dout, out = tidy(p, saved.dout), tidy_out(saved.out)
         tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
@@ -376,7 +440,9 @@ class Ready:
             binary = m.compile()
             if not steps:
                 steps.append((Step.preprocess(m, binary, out, dout), False))
-            steps.append((Step.sweep(m, binary, tensors, aux), True))
+            if m.ordered:
+                steps.append((Step.order(m, binary, aux), True))
+            steps.append((Step.sweep(m, binary, tensors, aux, sms), True))
             if m.fused:
                 steps.append((Step.round(m, binary, tensors["dq"]), False))
         space = room(p)

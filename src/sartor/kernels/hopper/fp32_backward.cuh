@@ -13,7 +13,7 @@
 //
 // The config, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH, WIDTH_V
 // (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it take as many
-// registers as the result), STAGES_X, STAGES_Y, MASK (0 none, 1 an interval a row), SINKS, REGAINED (what dp is
+// registers as the result), STAGES_X, STAGES_Y, MASK, TOLD, ORDERED, PERSISTENT (cuda/backward.cuh), SINKS, REGAINED (what dp is
 // multiplied with, for what was cut off it: triton/split.py).
 #pragma once
 #include "cuda/split.cuh"
@@ -24,12 +24,16 @@ using YTile = Pair<Staged<DIM_V, 64, WIDTH_V>>;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int SEGMENT = 128;  // rows that share a unit (triton/split.py)
 
-// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, of each stage what goes with its rows, barriers,
-// room to begin on 1024
+// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, of each stage what goes with its rows,
+// intervals of the held rows (TOLD), barriers, room to begin on 1024
 constexpr int AT_HELD_Y = GROUPS * XTile::bytes, AT_X = AT_HELD_Y + GROUPS * YTile::bytes;
 constexpr int AT_Y = AT_X + STAGES_X * XTile::bytes, AT_ROWS = AT_Y + STAGES_Y * YTile::bytes;
 constexpr int DELTA = 256, GAIN = 512, UNITS = KEYS ? 768 : 0, ROWS_BYTES = UNITS + 16;  // bytes from a stage's lse
-constexpr int AT_BARRIERS = AT_ROWS + STAGES_X * ROWS_BYTES;
+constexpr int AT_BARRIERS = AT_ROWS + STAGES_X * ROWS_BYTES + TOLD * 16 * 64 * GROUPS;
+#if TOLD
+constexpr int AT_SPANS = AT_BARRIERS - 16 * 64 * GROUPS;
+static_assert(AT_SPANS == OFFSET_SPANS);
+#endif
 static_assert(AT_HELD_Y == OFFSET_HELD_Y && AT_X == OFFSET_X && AT_Y == OFFSET_Y && AT_ROWS == OFFSET_ROWS);
 static_assert(AT_BARRIERS == OFFSET_BARRIERS);
 static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES_X + STAGES_Y) + 1024);
@@ -68,7 +72,7 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
       YTile::load(base + AT_HELD_Y + g * YTile::bytes, &t.held_y, rings.held, ONCE, row, task.head, task.batch);
     }
   }
-  task.walk([&, rings](int g, int j) mutable {
+  task.walk(Nothing{}, [&, rings](int g, int j) mutable {
     const int head = task.other(g);
     rings.x.await_empty();
     const u32 x = base + AT_X + rings.x.stage() * XTile::bytes, y = base + AT_Y + rings.y.stage() * YTile::bytes;
@@ -91,7 +95,7 @@ DEVICE void bring_rows(u32 base, const Task& task) {
   const int lane = threadIdx.x & 31;
   const float held = KEYS ? unit_held(task, t.unit_hx) * t.noise : 0.f;
   Rings rings(base);
-  task.walk([&, rings](int g, int j) mutable {
+  task.walk(Nothing{}, [&, rings](int g, int j) mutable {
     const float *unit_x = units_stepped(task, t.unit_x, g), *unit_y = units_stepped(task, t.unit_y, g);
     const i64 row = task.row(g);
     const float x = unit_x[j / (SEGMENT / 64)], y = unit_y[j / (SEGMENT / 64)];
@@ -231,6 +235,13 @@ struct Consumer : Worker {
     float lse[2];
     UNROLL for (int r = 0; r < 2; r++) lse[r] = KEYS ? 0.f : resolved(this->lse[r], hx * unit_x * noise);
     weigh(hx * unit_x, lse);
+#if MASK == 2
+    if (partial && !whole(g)) {
+      u32 kept[2];
+      look_at_every_pair<4>(kept, j, g);
+      hide(s, kept);
+    } else
+#endif
     if ((MASK || !KEYS) && partial) mask(s, j, g);  // queries past the end have weights of 0
     if (!KEYS) {
       UNROLL for (int r = 0; r < 2; r++) {  // a tile's sum first: a long sum of single weights would drift
@@ -319,7 +330,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_fp32_backward(HO
   const Params t = PARAMS;
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
-  const Task task = Task::number(blockIdx.x, t, n, aux);
+  Task task = Task::number(blockIdx.x, t, n, aux);
+#if TOLD
+  task.spans = base + AT_SPANS;
+  if (threadIdx.x < 64 * GROUPS) task.tell_span(threadIdx.x);  // before all wait for each other
+#endif
   const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);
     if (warp == 1) bring_rows(base, task);

@@ -21,6 +21,7 @@ from sartor.features import (
     GQA,
     INDEXED,
     INTERVAL,
+    PAIRS,
     SINKS,
     TABLES,
     UNALIGNED,
@@ -61,12 +62,14 @@ class HopperFp32Backward(Fp32Backward):
 
     name = "hopper_fp32_backward"
     features = frozenset(
-        {F32, GQA, DIM_V, SINKS, INTERVAL, TABLES, INDEXED, UNALIGNED, UNALIGNED_TABLES, DETERMINISTIC}
+        {F32, GQA, DIM_V, SINKS, INTERVAL, PAIRS, TABLES, INDEXED, UNALIGNED, UNALIGNED_TABLES, DETERMINISTIC}
     )
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need, beside what pairs do."""
-        why = super().why_not(p, dev) + hopper_backward.reasons(p, dev)
+        why = super().why_not(p, dev) + arch.reasons(p, dev)
+        if p.program.reads_pairs:
+            why.append(f"needs a mask that reads no table of queries and keys, got {p.mask_name}")
         if max(p.dim, p.dim_v) not in DIMS:
             why.append(f"needs head dims of which the wider is {DIMS[0]} to {DIMS[-1]}, got {p.dim} and {p.dim_v}")
         return why
@@ -136,20 +139,29 @@ class Config:
     def stages(self) -> tuple[int, int]:
         """Tiles stepped over in shared memory, of q or k, and of dout or v; the former stay longer."""
         return next(
-            (x, y) for x, y in ((3, 3), (3, 2), (2, 2), (2, 1)) if self.laid_out(x, y).size <= arch.SHARED_BYTES
+            (x, y)
+            for x, y in ((3, 3), (3, 2), (2, 2), (2, 1))
+            if self.laid_out(x, y, self.near_spans).size <= arch.SHARED_BYTES
         )
+
+    @property
+    def near_spans(self) -> bool:
+        """Whether intervals of held rows, which tables tell, are in shared memory: where there is room."""
+        return hopper_backward.told(self.p, self.keys) and self.laid_out(2, 1, True).size <= arch.SHARED_BYTES
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
-        return self.laid_out(*self.stages).size
+        return self.laid_out(*self.stages, self.near_spans).size
 
-    def laid_out(self, stages_x: int, stages_y: int) -> Layout:
-        """Shared memory with so many stages: held tiles, tiles stepped over, what goes with rows, barriers."""
+    def laid_out(self, stages_x: int, stages_y: int, spans: bool) -> Layout:
+        """Shared memory with so many stages: held tiles, tiles stepped over, what goes with rows, intervals of the held
+        ones, barriers."""
         x, y = (4 * arch.ROWS * width * -(-d // width) for d, width in zip(self.dims, self.widths, strict=True))
         return Layout(
             held_x=self.groups * x, held_y=self.groups * y, x=stages_x * x, y=stages_y * y,
-            rows=stages_x * (784 if self.keys else 16), barriers=16 * (1 + stages_x + stages_y), start=1024,
+            rows=stages_x * (784 if self.keys else 16),
+            spans=spans * self.groups * 16 * arch.ROWS, barriers=16 * (1 + stages_x + stages_y), start=1024,
         )  # fmt: skip
 
     def defines(self) -> dict[str, Any]:
@@ -159,9 +171,10 @@ class Config:
         return {
             "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": dim, "DIM_V": dim_v, "COLUMNS": p.dim,
             "COLUMNS_V": p.dim_v, "WIDTH": width, "WIDTH_V": width_v, "PARTS_X": parts_x, "PARTS_Y": parts_y,
-            "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": int(p.program.keep is not None),
+            "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": hopper_backward.mask(p),
+            "TOLD": int(self.near_spans), "ORDERED": 0, "PERSISTENT": 0,
             "SINKS": int(p.sinks), "BLOCK": 64, "REGAINED": f"{split.regained(p.dim_v)!r}f",
-        } | self.laid_out(*self.stages).defines()  # fmt: skip
+        } | self.laid_out(*self.stages, self.near_spans).defines()  # fmt: skip
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
