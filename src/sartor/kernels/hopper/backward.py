@@ -116,8 +116,12 @@ class HopperBackward(TritonBackward):
         key = launch.key(saved)
         ready: Any = plan.cache.get(("hopper", key))
         if ready is None:
-            ready = plan.cache["hopper", key] = Ready.of(plan.problem, x, saved, key)
+            ready = plan.cache["hopper", key] = self.ready(plan.problem, x, saved, key)
         return ready.run(plan, x, saved)  # type: ignore[no-any-return]
+
+    def ready(self, p: Problem, x: Operands, saved: Saved, key: object) -> Ready:
+        """The launches of a call."""
+        return Ready.of(p, x, saved, key)
 
     def repairs(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
         """The launches of `triton_backward` over what was marked."""
@@ -363,24 +367,32 @@ class Ready:
     def of(cls, p: Problem, x: Operands, saved: Saved, key: object) -> Ready:
         """Everything that the launches of a plan need."""
         dout, out = tidy(p, saved.dout), tidy_out(saved.out)
-        tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
+        tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout, "out": out}
         tensors |= {f"d{name}": dense_like(tensors[name]) for name in ("q", "k", "v")}
-        steps: list[tuple[Step, bool]] = []
         reads = any(isinstance(value, torch.Tensor) for value in x.aux)
         aux = {} if reads else expressions.arguments(x.aux, p.program)
-        for m in Config.all(p):
-            binary = m.compile()
-            if not steps:
-                steps.append((Step.preprocess(m, binary, out, dout), False))
-            steps.append((Step.sweep(m, binary, tensors, aux), True))
-            if m.fused:
-                steps.append((Step.round(m, binary, tensors["dq"]), False))
-        space = room(p)
+        space, steps = cls.launches(p, x, tensors, aux)
         names = ("q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv", *space.places)
         return cls(
             key, space, steps, reads, (dout is not saved.dout, out is not saved.out),
             tuple(f"{name}_ptr" for name in names),
         )  # fmt: skip
+
+    @classmethod
+    def launches(
+        cls, p: Problem, x: Operands, tensors: dict[str, torch.Tensor], aux: dict[str, Any]
+    ) -> tuple[Room, list[tuple[Step, bool]]]:
+        """Room, and the launches with whether aux values follow. `tensors` are like q, k, v, out, dout and the gradients,
+        `aux` what no call changes."""
+        steps: list[tuple[Step, bool]] = []
+        for m in Config.all(p):
+            binary = m.compile()
+            if not steps:
+                steps.append((Step.preprocess(m, binary, tensors["out"], tensors["dout"]), False))
+            steps.append((Step.sweep(m, binary, tensors, aux), True))
+            if m.fused:
+                steps.append((Step.round(m, binary, tensors["dq"]), False))
+        return room(p), steps
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """The launches of one call, on the current stream."""
