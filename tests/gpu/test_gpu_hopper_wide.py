@@ -1,4 +1,4 @@
-"""The Hopper backward beyond head dim 128 on CUDA, by budgets of the float64 reference: dims, lengths, masks, pieces."""
+"""The Hopper backward beyond head dim 128 on CUDA, by budgets of the float64 reference."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def _struct(n: int, dtype: str) -> str:
     a = ",".join(f"%{count + i}" for i in range(4))
     rs = f"{keep(count + 5)} {name} {{{outputs}}}, {{{a}}}, %{count + 4}, keep, 1, 1, %{count + 6};}}"
     return f"""template <> struct Wgmma<{n}> {{
-  template <bool ZERO, bool ACROSS = false, bool FIRST = false> static DEVICE void ss(float (&d)[{count}], u64 a, u64 b) {{
+  template <bool ZERO, bool ACROSS = false, bool FIRST = false>
+  static DEVICE void ss(float (&d)[{count}], u64 a, u64 b) {{
     asm volatile("{ss}" : {bound} : "l"(a), "l"(b), "n"(int(ZERO)), "n"(int(ACROSS)), "n"(int(FIRST)));
   }}
   template <bool ZERO, bool ACROSS> static DEVICE void rs(float (&d)[{count}], const u32* a, u64 b) {{

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -288,6 +288,22 @@ def room(p: Problem) -> Room:
     )
 
 
+class Prepared(Protocol):
+    """What `Step.preprocess` asks of a config."""
+
+    @property
+    def p(self) -> Problem:
+        """The problem."""
+
+    @property
+    def block(self) -> int:
+        """Rows of a tile that is stepped over."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether dq is added up, in tiles of as many rows."""
+
+
 @dataclass
 class Step:
     """One launch: a kernel, and by the names of its parameters the tensors that they are of; of some these are maps."""
@@ -298,7 +314,7 @@ class Step:
     maps: dict[str, nvrtc.TensorMaps] = field(default_factory=dict)
 
     @classmethod
-    def preprocess(cls, m: Config, binary: nvrtc.Binary, out: torch.Tensor, dout: torch.Tensor) -> Step:
+    def preprocess(cls, m: Prepared, binary: nvrtc.Binary, out: torch.Tensor, dout: torch.Tensor) -> Step:
         """delta, lse in the log2 domain, and zeros to add dq to."""
         p, names = m.p, ("out", "dout", "lse", "dlse", "delta", "lse_log2", "sums")
         rows = m.block if m.fused else 64
@@ -382,8 +398,8 @@ class Ready:
     def launches(
         cls, p: Problem, x: Operands, tensors: dict[str, torch.Tensor], aux: dict[str, Any]
     ) -> tuple[Room, list[tuple[Step, bool]]]:
-        """Room, and the launches with whether aux values follow. `tensors` are like q, k, v, out, dout and the gradients,
-        `aux` what no call changes."""
+        """Room, and the launches with whether aux values follow. `tensors` are like q, k, v, out, dout and the
+        gradients, `aux` what no call changes."""
         steps: list[tuple[Step, bool]] = []
         for m in Config.all(p):
             binary = m.compile()

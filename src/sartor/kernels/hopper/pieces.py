@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ BYTES = 2 * TILE * TILE
 LEAST = 256 << 20  # bytes that a workspace may always have
 NONE = 1 << 28  # a skew by which every tile of keys is seen by all queries
 STEP, STEP_DQ = 4, 2  # time of a block a tile: products of 64x64 with all columns that a step of a kernel has
-EDGE, CARRY, LAUNCH = 14, 10, 12  # the same of a block's start and end, of its sums' way from launch to launch, of a launch
+EDGE, CARRY, LAUNCH = 14, 10, 12  # the same of a block's start and end, of sums' way between launches, of a launch
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,20 @@ class Shape:
     group: int
     queries: int  # tiles
     keys: int
-    skew: int  # the j-th tile of keys is seen by those of queries from j - skew on
+    most: int  # tile of queries with which a block begins at the latest
+    skew: int  # the j-th tile of keys is seen by no query before the tile j - skew
     sums: int  # bytes of a tile of queries' float32 sums
 
     @classmethod
     def of(cls, p: Problem, skew: int) -> Shape:
         """Of a problem."""
         columns = -(-p.dim // 16) * 16
-        return cls(
-            p.batch * p.heads_kv, p.group, -(-p.seqlen_q // TILE), -(-p.seqlen_kv // TILE), skew, 4 * TILE * columns
-        )
+        queries, keys = (-(-n // TILE) for n in (p.seqlen_q, p.seqlen_kv))
+        return cls(p.batch * p.heads_kv, p.group, queries, keys, p.seqlen_q // TILE, skew, 4 * TILE * columns)
 
     def seen(self, j: int) -> int:
         """Tiles of queries that the j-th of keys has room for: `Piece::first_query` in wide.cuh."""
-        return self.queries - min(max(j - self.skew, 0), self.queries)
+        return self.queries - min(max(j - self.skew, 0), self.most)
 
     def bytes(self, piece: Piece) -> int:
         """Of the gradients of scores."""
@@ -66,11 +67,12 @@ class Shape:
             limit -= self.carried(heads)
         if self.seen(0) * per_tile > limit:
             return []
-        target = whole / -(-whole * per_tile // limit)
+        parts = max(1, -(-whole * per_tile // limit))
         ends, tiles, used = [0], 0, 0
         for j in range(self.keys):
             more = self.seen(j)
-            if tiles and (tiles + more) * per_tile > limit or used + tiles >= target * len(ends):
+            full = tiles > 0 and (tiles + more) * per_tile > limit
+            if full or (len(ends) < parts and (used + tiles) * parts >= whole * len(ends)):
                 ends.append(j)
                 used, tiles = used + tiles, 0
             tiles += more
@@ -81,7 +83,7 @@ class Shape:
             for begin, end in ranges
         ]
 
-    def time(self, pieces: list[Piece], sms: int) -> int:
+    def time(self, pieces: Sequence[Piece], sms: int) -> int:
         """About how long they take."""
         ranges = [piece for piece in pieces if piece.first_head == 0]
         carried = CARRY * (len(ranges) > 1)
@@ -96,8 +98,8 @@ class Shape:
 
 
 def limit(p: Problem) -> int:
-    """Bytes that a workspace may have: as many as q, k, v and out, if those are more than LEAST, and a sixteenth. With it
-    a causal head of 16384 queries need not be cut, and a full one twice, with room for its dq."""
+    """Bytes that a workspace may have: as many as q, k, v and out, if those are more than LEAST, and a sixteenth. With
+    it a causal head of 16384 queries need not be cut, and a full one only once, with room for its dq."""
     rows = p.heads_q * p.seqlen_q + p.heads_kv * p.seqlen_kv
     return max(LEAST, p.batch * rows * (p.dim + p.dim_v) * p.dtype.itemsize) // 16 * 17
 

@@ -10,12 +10,13 @@ using Slopes = Staged<64, 64, 64>;  // rows are keys
 
 // The tiles of one launch: of `heads` heads of keys from `first_head` on, flat over batches, key tiles [first, first + count)
 struct Piece {
-  int first_head, first, count, skew, queries;  // skew: tile j of keys is seen by those of queries from j - skew on
+  int first_head, first, count, queries;
+  int skew, most;  // the tile j of keys is seen by no query before the tile j - skew; a block begins with `most` at the latest
 
-  DEVICE int first_query(int j) const { return imin(imax(j - skew, 0), queries); }
+  DEVICE int first_query(int j) const { return imin(imax(j - skew, 0), most); }
   DEVICE i64 unseen(int x) const {  // sum of first_query over tiles of keys before x + skew, as if there were some before 0
-    const i64 rise = imin(imax(x, 0), queries + 1);
-    return rise * (rise - 1) / 2 + i64(imax(x - queries - 1, 0)) * queries;
+    const i64 rise = imin(imax(x, 0), most + 1);
+    return rise * (rise - 1) / 2 + i64(imax(x - most - 1, 0)) * most;
   }
   DEVICE i64 before(int j) const {  // tiles of a head up to the j-th of keys
     return i64(j - first) * queries - unseen(j - skew) + unseen(first - skew);

@@ -11,7 +11,7 @@
 // KEPT steps of 16 columns of K and of V are A operands in registers too: products then read less shared memory.
 //
 // The config, in macros: DIM, DIM_V (multiples of 16), COLUMNS_QK, COLUMNS (in memory, of q and of v), WIDTH, WIDTH_V (of
-// swizzled chunks), STAGES_Q, STAGES_O, KEPT, BULK, MASK (0 none, 1 an interval a row), BF16; GROUPS 1, KEYS 1, BLOCK 64
+// swizzled chunks), STAGES_Q, STAGES_O, KEPT, MASK (0 none, 1 an interval a row), BF16; GROUPS 1, KEYS 1, BLOCK 64
 // for task.cuh; PREPROCESS, FUSED (0) and WIDE for preprocess.cuh.
 #pragma once
 #include "cuda/gradient.cuh"
@@ -27,7 +27,7 @@ constexpr int WEIGHTS = 64 * 64 * 2, ROW = 4 * 64;  // bytes of a tile of weight
 constexpr float LIFT = BF16 ? 0.f : 15.f, LIFTED = BF16 ? 1.f : 32768.f;
 
 constexpr int AT_K = 0, AT_V = OfKeys::bytes, AT_Q = AT_V + OfValues::bytes, AT_O = AT_Q + STAGES_Q * OfKeys::bytes;
-constexpr int AT_W = AT_O + STAGES_O * OfValues::bytes, AT_DS = AT_W + 2 * WEIGHTS, AT_LSE = AT_DS + BULK * Slopes::bytes;
+constexpr int AT_W = AT_O + STAGES_O * OfValues::bytes, AT_DS = AT_W + 2 * WEIGHTS, AT_LSE = AT_DS + Slopes::bytes;
 constexpr int AT_DELTA = AT_LSE + STAGES_Q * ROW, AT_BARRIERS = AT_DELTA + STAGES_O * ROW;
 static_assert(AT_V == OFFSET_V && AT_Q == OFFSET_Q && AT_O == OFFSET_O && AT_W == OFFSET_W && AT_DS == OFFSET_DS);
 static_assert(AT_LSE == OFFSET_LSE && AT_BARRIERS == OFFSET_BARRIERS);
@@ -64,7 +64,7 @@ DEVICE void shared_load_words(u32 (&x)[4], u32 at) {
 }
 
 DEVICE Piece piece_of(const Params& t, const Shape& n) {
-  return {t.first_head, t.first_tile, t.tiles, t.skew, ceil_div(n.seqlen_q, 64)};
+  return {t.first_head, t.first_tile, t.tiles, ceil_div(n.seqlen_q, 64), t.skew, n.seqlen_q / 64};
 }
 DEVICE int in_piece(const Task& task, const Piece& piece, int g) {  // head of queries, counted from the launch's first
   return (task.batch * task.n.heads_kv + task.head - piece.first_head) * task.n.group + g;
@@ -219,7 +219,6 @@ template <bool SECOND> struct Consumer : Worker {
     done(w);
   }
   DEVICE void leave(u8* tile) {  // score gradients in memory
-#if BULK
     if (lane == 0) await_stores_read();
     __syncwarp();
     const u32 at = base + AT_DS;
@@ -228,17 +227,6 @@ template <bool SECOND> struct Consumer : Worker {
     shared_fence();
     __syncwarp();
     if (lane == 0) bulk_store(tile + 2048 * warp, at + 2048 * warp, 2048), stores_end();
-#else
-    UNROLL for (int r = 0; r < 2; r++)
-      UNROLL for (int i = 0; i < 8; i += 4) {
-        u32 words[4];
-        UNROLL for (int e = 0; e < 4; e++) words[e] = a[2 * (i + e) + r];
-        turn(words, lane & 3);
-        const int eighth = i + (lane & 3);
-        *reinterpret_cast<uint4*>(tile + Slopes::swizzled(row + 8 * r, eighth / 2, eighth & 1)) =
-            make_uint4(words[0], words[1], words[2], words[3]);
-      }
-#endif
   }
 
   DEVICE void step(int j, int g, bool partial, u8* tile) {
@@ -282,9 +270,7 @@ template <bool SECOND> struct Consumer : Worker {
       lost = store_rows<Half, COLUMNS_QK>(sum, t.dk + task.batch * t.dk_batch + task.head * t.dk_head, t.dk_row, scale, first() + row, task.held());
     else
       lost = store_rows<Half, COLUMNS>(sum, t.dv + task.batch * t.dv_batch + task.head * t.dv_head, t.dv_row, 1.f / LIFTED, first() + row, task.held());
-#if BULK
     if (SECOND && lane == 0) await_stores();
-#endif
     if (MASK) {
       lost = group_any(1, lost, 256);  // of both
       if (SECOND && thread == 0) t.marks[(task.batch * task.heads_held() + task.head) * ceil_div(task.held(), 64) + first() / 64] = lost;

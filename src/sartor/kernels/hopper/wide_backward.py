@@ -1,8 +1,8 @@
-"""The Hopper backward of float16 and bfloat16 beyond head dim 128, host side. The kernels are in wide_backward.cuh (dk, dv,
-gradients of scores) and wide_dq.cuh (dq from those).
+"""The Hopper backward of float16 and bfloat16 beyond head dim 128, host side. The kernels are in wide_backward.cuh (dk,
+dv, gradients of scores) and wide_dq.cuh (dq from those).
 
-Five products, and nothing that several blocks add up: the bits are the same in every run. The gradients of scores lie in
-memory between the two kernels, for some heads or some keys at a time (`pieces`).
+Five products, and nothing that several blocks add up: the bits are the same in every run. The gradients of scores lie
+in memory between the two kernels, for some heads or some keys at a time (`pieces`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ import torch
 
 from sartor import nvrtc
 from sartor.device import Device
-from sartor.features import BF16, DETERMINISTIC, DIM_V, F16, GQA, INDEXED, INTERVAL, SINKS, TABLES, UNALIGNED_TABLES, WIDE_OUT
+from sartor.features import (
+    BF16,
+    DETERMINISTIC,
+    DIM_V,
+    F16,
+    GQA,
+    INDEXED,
+    INTERVAL,
+    SINKS,
+    TABLES,
+    UNALIGNED_TABLES,
+    WIDE_OUT,
+)
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
@@ -53,7 +65,8 @@ DQ = Params(
 )  # fmt: skip
 DIMS = range(64, 257, 8)
 WORTH = 1.3  # times as long as without a limit of the workspace it may take: eight products are 1.6
-KEPT, BULK = 8, 1
+KEPT = 12  # steps of 16 columns that registers hold beside the sums of 256
+FOLDS = 2  # blocks a SM, up to which tiles from either end are one's
 
 
 class WideBackward(HopperBackward):
@@ -109,7 +122,7 @@ def no_room(p: Problem, dev: Device) -> list[str]:
     shape = Shape.of(p, skew(p, (p.seqlen_kv - p.seqlen_q,)))
     limit, sms = cutting.limit(p), dev.sm_count or 1
     fit, wanted = (cutting.pieces(shape, room, sms) for room in (limit, 1 << 60))
-    if fit and shape.time(list(fit), sms) <= WORTH * shape.time(list(wanted), sms):
+    if fit and shape.time(fit, sms) <= WORTH * shape.time(wanted, sms):
         return []
     return [
         f"needs gradients of scores of as many keys as there are SMs for in {limit >> 20} MiB, "
@@ -123,7 +136,7 @@ class Config:
 
     p: Problem
     near = ()  # nothing is read for every pair
-    fused = False  # as Step.preprocess asks
+    fused, block = False, 64  # as Step.preprocess asks
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -177,7 +190,7 @@ class OfKeys(Config):
         """Shared memory with so many stages."""
         k, v = self.tiles
         return Layout(
-            k=k, v=v, q=stages_q * k, o=stages_o * v, w=2 * cutting.BYTES, ds=BULK * cutting.BYTES, lse=stages_q * 256,
+            k=k, v=v, q=stages_q * k, o=stages_o * v, w=2 * cutting.BYTES, ds=cutting.BYTES, lse=stages_q * 256,
             delta=stages_o * 256, barriers=16 * (1 + stages_q + stages_o + 2), start=1024,
         )  # fmt: skip
 
@@ -186,7 +199,7 @@ class OfKeys(Config):
         p, (stages_q, stages_o) = self.p, self.stages
         return self.common() | {
             "GROUPS": 1, "KEYS": 1, "DIM_V": self.dims[1], "COLUMNS_QK": p.dim, "COLUMNS": p.dim_v,
-            "WIDTH_V": self.widths[1], "STAGES_Q": stages_q, "STAGES_O": stages_o, "KEPT": self.kept, "BULK": BULK,
+            "WIDTH_V": self.widths[1], "STAGES_Q": stages_q, "STAGES_O": stages_o, "KEPT": self.kept,
             "PREPROCESS": 1, "FUSED": 0, "WIDE": int(p.out_dtype == torch.float32),
         } | self.laid_out(stages_q, stages_o).defines()  # fmt: skip
 
@@ -289,7 +302,7 @@ class Cuts:
     def dq(self, piece: Piece, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: dict[str, Any]) -> Step:
         """The second launch of a piece."""
         m, pairs = OfQueries(self.p), piece.heads * self.p.group * -(-self.shape.queries // 2)
-        folds = self.skew != cutting.NONE and pairs < 4 * self.sms
+        folds = self.skew != cutting.NONE and pairs < FOLDS * self.sms
         fixed = self.fixed(piece) | of_strides("dq", launch.strides(tensors["dq"])) | aux
         fixed |= {
             "resumes": int(piece.first_tile > 0), "ends": int(piece.first_tile + piece.tiles == self.shape.keys),

@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide_dq(WIDE_DQ_PARAMETERS)
   const Params t = PARAMS;
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
-  const Piece piece = {first_head, first_tile, tiles, skew, ceil_div(seqlen_q, 64)};
+  const Piece piece = {first_head, first_tile, tiles, ceil_div(seqlen_q, 64), skew, seqlen_q / 64};
   const int pairs = ceil_div(piece.queries, 2), heads_q = heads_kv * n.group;
   const Place at = locate<MASK>(blockIdx.x, {1, 1, 0, 0, pairs, int(gridDim.x), SECTION});
   const int flat = first_head * n.group + at.batch;
