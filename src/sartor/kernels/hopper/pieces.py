@@ -113,7 +113,10 @@ def pieces(shape: Shape, room: int, sms: int) -> tuple[Piece, ...]:
         cut = shape.cut(heads, room)
         if cut:
             found.append(cut)
-    return tuple(min(found, key=lambda cut: shape.time(cut, sms))) if found else ()
+    if not found:
+        return ()
+    best: list[Piece] = min(found, key=lambda cut: shape.time(cut, sms))
+    return tuple(best)
 
 
 def _longest(blocks: list[int], sms: int) -> int:

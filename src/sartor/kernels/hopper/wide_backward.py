@@ -121,7 +121,10 @@ def no_room(p: Problem, dev: Device) -> list[str]:
     """Whether pieces that fit the workspace leave SMs idle."""
     shape = Shape.of(p, skew(p, (p.seqlen_kv - p.seqlen_q,)))
     limit, sms = cutting.limit(p), dev.sm_count or 1
-    fit, wanted = (cutting.pieces(shape, room, sms) for room in (limit, 1 << 60))
+    fit = cutting.pieces(shape, limit, sms)
+    if len(fit) == 1:
+        return []
+    wanted = cutting.pieces(shape, 1 << 60, sms)
     if fit and shape.time(fit, sms) <= WORTH * shape.time(wanted, sms):
         return []
     return [
