@@ -8,7 +8,7 @@
 //     keys:   dp = V dO^T   ds = w (dp - delta)  dk += ds Q    ds to memory
 //
 // Weights go from one to the other through shared memory as threads have them. Both w and ds are A operands as they are.
-// KEPT steps of 16 columns of K and of V are A operands in registers too: products then read less shared memory.
+// Up to KEPT steps of 16 columns of K and of V are A operands in registers too: products then read less shared memory.
 //
 // The config, in macros: DIM, DIM_V (multiples of 16), COLUMNS_QK, COLUMNS (in memory, of q and of v), WIDTH, WIDTH_V (of
 // swizzled chunks), STAGES_Q, STAGES_O, KEPT, MASK (0 none, 1 an interval a row), BF16; GROUPS 1, KEYS 1, BLOCK 64
@@ -76,12 +76,13 @@ template <bool SECOND> DEVICE void load(u32 base, const Task& task) {  // one wa
   const bool lead = (threadIdx.x & 31) == 0;
   Rings rings(base);
   const TensorMap *held = SECOND ? &t.v : &t.k, *map = SECOND ? &t.dout : &t.q;
-  if (lead) Tile::load(base + (SECOND ? AT_V : AT_K), held, SECOND ? rings.v : rings.k, ONCE, task.first, task.head, task.batch);
+  const u32 to = base + (SECOND ? AT_V : AT_K), at = base + (SECOND ? AT_O : AT_Q);
+  if (lead) Tile::load(to, held, SECOND ? rings.v : rings.k, ONCE, task.first, task.head, task.batch);
   auto ring = pick<SECOND>(rings);
   task.walk([&, ring](int g, int j) mutable {
     const int head = task.other(g);
     ring.await_empty();
-    if (lead) Tile::load(base + (SECOND ? AT_O : AT_Q) + ring.stage() * Tile::bytes, map, ring.full(), OFTEN, 64 * j, head, task.batch);
+    if (lead) Tile::load(at + ring.stage() * Tile::bytes, map, ring.full(), OFTEN, 64 * j, head, task.batch);
     ring.next();
   });
 }
@@ -127,7 +128,7 @@ DEVICE void tell(const Task& task, const Piece& piece) {
 template <bool SECOND> struct Consumer : Worker {
   using Held = Either<SECOND, OfValues, OfKeys>;   // and what is stepped over with it: for scores or dp
   using Other = Either<SECOND, OfKeys, OfValues>;  // for the gradient
-  static constexpr int SUM = SECOND ? DIM : DIM_V, STEPS = (SECOND ? DIM_V : DIM) / 16;
+  static constexpr int SUM = SECOND ? DIM : DIM_V, STEPS = (SECOND ? DIM_V : DIM) / 16, REGISTERED = imin(KEPT, STEPS);
   static constexpr int HELD_AT = SECOND ? AT_V : AT_K, X_AT = SECOND ? AT_O : AT_Q, Y_AT = SECOND ? AT_Q : AT_O;
   static constexpr int X_STAGES = SECOND ? STAGES_O : STAGES_Q, Y_STAGES = SECOND ? STAGES_Q : STAGES_O;
 
@@ -136,7 +137,7 @@ template <bool SECOND> struct Consumer : Worker {
   Ring<Y_STAGES> y;
   Ring<2> w;
   float s[32], sum[SUM / 2];
-  u32 a[16], kept[KEPT ? 4 * KEPT : 1];
+  u32 a[16], kept[4 * REGISTERED];
 
   DEVICE Consumer(const Task& task, u32 base, const Rings& rings)
       : Worker(task, base, 0), thread(threadIdx.x & 127), warp(thread >> 5), x(pick<SECOND>(rings)), y(pick<!SECOND>(rings)),
@@ -151,19 +152,19 @@ template <bool SECOND> struct Consumer : Worker {
   }
 
   DEVICE void keep_columns() {
-    UNROLL for (int k = 0; k < KEPT; k++)
+    UNROLL for (int k = 0; k < REGISTERED; k++)
       load_matrix(*reinterpret_cast<u32(*)[4]>(kept + 4 * k),
                   base + HELD_AT + Held::chunk(k) + Held::swizzled(16 * warp + (lane & 15), k, lane >> 4));
   }
   DEVICE void multiply_rows() {  // s = held rows times those of x
     const u32 own = along_k(base + HELD_AT), other = along_k(base + X_AT + x.stage() * Held::bytes);
-    pin(s);
-    if (KEPT) pin(kept);
+    pin(s), pin(kept);
     wgmma_fence();
     UNROLL for (int k = 0; k < STEPS; k++) {
       const u64 b = sixteen<Held>(other, k);
-      if (k < KEPT) k ? Wgmma<64>::template rs<false, false>(s, kept + 4 * k, b) : Wgmma<64>::template rs<true, false>(s, kept + 4 * k, b);
-      else k ? Wgmma<64>::template ss<false>(s, sixteen<Held>(own, k), b) : Wgmma<64>::template ss<true>(s, sixteen<Held>(own, k), b);
+      if (k == 0) Wgmma<64>::template rs<true, false>(s, kept, b);
+      else if (k < REGISTERED) Wgmma<64>::template rs<false, false>(s, kept + 4 * k, b);
+      else Wgmma<64>::template ss<false>(s, sixteen<Held>(own, k), b);
     }
     wgmma_commit();
   }
@@ -222,8 +223,10 @@ template <bool SECOND> struct Consumer : Worker {
     if (lane == 0) await_stores_read();
     __syncwarp();
     const u32 at = base + AT_DS;
-    UNROLL for (int k = 0; k < 4; k++)
-      store_matrix(at + Slopes::swizzled(16 * warp + (lane & 15), k, lane >> 4), *reinterpret_cast<const u32(*)[4]>(a + 4 * k));
+    UNROLL for (int k = 0; k < 4; k++) {
+      const u32 to = at + Slopes::swizzled(16 * warp + (lane & 15), k, lane >> 4);
+      store_matrix(to, *reinterpret_cast<const u32(*)[4]>(a + 4 * k));
+    }
     shared_fence();
     __syncwarp();
     if (lane == 0) bulk_store(tile + 2048 * warp, at + 2048 * warp, 2048), stores_end();
@@ -264,16 +267,21 @@ template <bool SECOND> struct Consumer : Worker {
       for (int j = own.begin; j < own.end; j++)
         step(j, g, ragged || (MASK && (j < own.full_begin || j >= own.full_end)), tile + i64(Slopes::bytes) * j);
     }
-    const Params& t = task.t;
-    bool lost;
-    if constexpr (SECOND)
-      lost = store_rows<Half, COLUMNS_QK>(sum, t.dk + task.batch * t.dk_batch + task.head * t.dk_head, t.dk_row, scale, first() + row, task.held());
-    else
-      lost = store_rows<Half, COLUMNS>(sum, t.dv + task.batch * t.dv_batch + task.head * t.dv_head, t.dv_row, 1.f / LIFTED, first() + row, task.held());
+    finish();
     if (SECOND && lane == 0) await_stores();
+  }
+  DEVICE void finish() {
+    const Params& t = task.t;
+    const int own = first() + row, end = task.held();
+    u16* to = SECOND ? t.dk + task.batch * t.dk_batch + task.head * t.dk_head
+                     : t.dv + task.batch * t.dv_batch + task.head * t.dv_head;
+    bool lost;
+    if constexpr (SECOND) lost = store_rows<Half, COLUMNS_QK>(sum, to, t.dk_row, scale, own, end);
+    else lost = store_rows<Half, COLUMNS>(sum, to, t.dv_row, 1.f / LIFTED, own, end);
     if (MASK) {
       lost = group_any(1, lost, 256);  // of both
-      if (SECOND && thread == 0) t.marks[(task.batch * task.heads_held() + task.head) * ceil_div(task.held(), 64) + first() / 64] = lost;
+      const int flat = task.batch * task.heads_held() + task.head;
+      if (SECOND && thread == 0) t.marks[flat * ceil_div(end, 64) + first() / 64] = lost;
     }
   }
 };
@@ -285,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide_dkdv(WIDE_DKDV_PARAMET
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
   const Piece piece = piece_of(t, n);
-  const Place at = locate<MASK>(blockIdx.x, {1, 1, 0, 0, piece.count, int(gridDim.x), SECTION});
+  const Place at = locate<MASK>(blockIdx.x, {1, 1, 0, 0, piece.count, int(gridDim.x), TOGETHER_A});
   const int flat = first_head + at.batch;  // causal: the longest are the first keys
   const Task task = {t, n, aux, flat / heads_kv, flat % heads_kv, 64 * (first_tile + piece.count - 1 - at.tile)};
   const auto bring = [&](int warp) {

@@ -66,6 +66,7 @@ DQ = Params(
 DIMS = range(64, 257, 8)
 WORTH = 1.3  # times as long as without a limit of the workspace it may take: eight products are 1.6
 KEPT = 12  # steps of 16 columns that registers hold beside the sums of 256
+TOGETHER = 16
 FOLDS = 2  # blocks a SM, up to which tiles from either end are one's
 
 
@@ -175,11 +176,6 @@ class OfKeys(Config):
     """The kernel of dk and dv: see the head of wide_backward.cuh."""
 
     @property
-    def kept(self) -> int:
-        """Steps of 16 columns that are in registers."""
-        return min(KEPT, *(d // 16 for d in self.dims))
-
-    @property
     def stages(self) -> tuple[int, int]:
         """Tiles of Q and of dO."""
         return next(n for n in ((3, 3), (3, 2), (2, 2)) if self.laid_out(*n).size <= arch.SHARED_BYTES)
@@ -202,7 +198,7 @@ class OfKeys(Config):
         p, (stages_q, stages_o) = self.p, self.stages
         return self.common() | {
             "GROUPS": 1, "KEYS": 1, "DIM_V": self.dims[1], "COLUMNS_QK": p.dim, "COLUMNS": p.dim_v,
-            "WIDTH_V": self.widths[1], "STAGES_Q": stages_q, "STAGES_O": stages_o, "KEPT": self.kept,
+            "WIDTH_V": self.widths[1], "STAGES_Q": stages_q, "STAGES_O": stages_o, "KEPT": KEPT, "TOGETHER_A": TOGETHER,
             "PREPROCESS": 1, "FUSED": 0, "WIDE": int(p.out_dtype == torch.float32),
         } | self.laid_out(stages_q, stages_o).defines()  # fmt: skip
 

@@ -33,7 +33,13 @@ struct Two {
   int slot, one, other;  // slot: of the head, counted from the launch's first; a tile past the end is none
 
   DEVICE int tile(int group) const { return group ? other : one; }
-  struct Part { int begin, end; };
+  struct Part {
+    int begin, end;
+    DEVICE Part with(const Part& other) const {  // both, and what is between
+      if (begin >= end) return other;
+      return other.begin >= other.end ? *this : Part{imin(begin, other.begin), imax(end, other.end)};
+    }
+  };
   DEVICE Part keys(int group) const {  // tiles of those that a warpgroup multiplies
     const int first = 64 * tile(group), end = piece.first + piece.count;
     if (first >= task.held()) return {end, end};
@@ -48,16 +54,14 @@ DEVICE void load(u32 base, const Two& pair) {  // one warp; its first thread ord
   const int lane = threadIdx.x & 31, head = pair.task.head / pair.task.n.group;
   const Piece& piece = pair.piece;
   Ring<STAGES> ring = Rings(base).tiles;
-  const Two::Part a = pair.keys(0), b = pair.keys(1);
-  const bool no_a = a.begin >= a.end, no_b = b.begin >= b.end;
-  const int begin = no_a ? b.begin : no_b ? a.begin : imin(a.begin, b.begin), end = no_a ? b.end : no_b ? a.end : imax(a.end, b.end);
+  const Two::Part a = pair.keys(0), b = pair.keys(1), all = a.with(b);
   int2 written = make_int2(0, 1 << 30);
 #pragma unroll 1
-  for (int j = begin; j < end; j++) {
-    if (MASK && ((j - begin) & 31) == 0 && j + lane < end)
+  for (int j = all.begin; j < all.end; j++) {
+    if (MASK && ((j - all.begin) & 31) == 0 && j + lane < all.end)
       written = reinterpret_cast<const int2*>(t.written)[i64(pair.slot) * piece.count + j + lane - piece.first];
-    const int lo = MASK ? __shfl_sync(ALL, written.x, (j - begin) & 31) : 0;
-    const int hi = MASK ? __shfl_sync(ALL, written.y, (j - begin) & 31) : 1 << 30;
+    const int lo = MASK ? __shfl_sync(ALL, written.x, (j - all.begin) & 31) : 0;
+    const int hi = MASK ? __shfl_sync(ALL, written.y, (j - all.begin) & 31) : 1 << 30;
     ring.await_empty();
     if (lane == 0) {
       const u32 to = base + ring.stage() * STAGE_BYTES, bar = ring.full();
@@ -80,16 +84,15 @@ DEVICE void multiply(u32 base, const Two& pair, int group) {
   const Params& t = task.t;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, tile = pair.tile(group);
   float sum[DIM / 2];
-  float4* carry = reinterpret_cast<float4*>(t.carry) + (i64(pair.slot) * pair.piece.queries + tile) * (16 * DIM) + (threadIdx.x & 127);
+  const i64 kept = i64(pair.slot) * pair.piece.queries + tile;
+  float4* carry = reinterpret_cast<float4*>(t.carry) + kept * (16 * DIM) + (threadIdx.x & 127);
   const bool there = 64 * tile < task.held();
   const bool resumes = t.resumes && there;
   UNROLL for (int i = 0; i < DIM / 8; i++) {
     const float4 x = resumes ? carry[128 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
     sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
   }
-  const Two::Part a = pair.keys(0), b = pair.keys(1), own = group ? b : a;
-  const bool no_a = a.begin >= a.end, no_b = b.begin >= b.end;
-  const int begin = no_a ? b.begin : no_b ? a.begin : imin(a.begin, b.begin), end = no_a ? b.end : no_b ? a.end : imax(a.end, b.end);
+  const Two::Part own = pair.keys(group), all = own.with(pair.keys(1 - group));
   Ring<STAGES> ring = Rings(base).tiles, before = ring;
   const auto done = [&] {
     __syncwarp();
@@ -97,7 +100,7 @@ DEVICE void multiply(u32 base, const Two& pair, int group) {
     before.next();
   };
 #pragma unroll 1
-  for (int j = begin; j < imin(own.begin, end); j++) ring.await_full(), ring.next(), done();
+  for (int j = all.begin; j < imin(own.begin, all.end); j++) ring.await_full(), ring.next(), done();
   pin(sum);
 #pragma unroll 1
   for (int j = own.begin; j < own.end; j++) {
@@ -106,7 +109,8 @@ DEVICE void multiply(u32 base, const Two& pair, int group) {
     const u32 x = across_k<Slopes>(at + group * Slopes::bytes), y = across_k<Keys>(at + 2 * Slopes::bytes);
     wgmma_fence();
     UNROLL for (int k = 0; k < 4; k++)
-      Wgmma<DIM>::ss<false, true, true>(sum, descriptor<Slopes>(x + k * 128), descriptor<Keys>(y + (k * 16 * Keys::row_bytes >> 4)));
+      Wgmma<DIM>::ss<false, true, true>(sum, descriptor<Slopes>(x + (k * 16 * Slopes::row_bytes >> 4)),
+                                        descriptor<Keys>(y + (k * 16 * Keys::row_bytes >> 4)));
     wgmma_commit();
     ring.next();
     if (j > own.begin) wgmma_wait<1>(), done();
@@ -115,17 +119,19 @@ DEVICE void multiply(u32 base, const Two& pair, int group) {
   pin(sum);
   if (own.begin < own.end) done();
 #pragma unroll 1
-  for (int j = imax(own.end, begin); j < end; j++) ring.await_full(), ring.next(), done();
+  for (int j = imax(own.end, all.begin); j < all.end; j++) ring.await_full(), ring.next(), done();
   if (!t.ends) {
-    if (there) UNROLL for (int i = 0; i < DIM / 8; i++) carry[128 * i] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+    if (there)
+      UNROLL for (int i = 0; i < DIM / 8; i++)
+        carry[128 * i] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
     return;
   }
   u16* to = t.dq + task.batch * t.dq_batch + task.head * t.dq_head;
   bool lost = store_rows<Half, COLUMNS>(sum, to, t.dq_row, t.scale, 64 * tile + 16 * warp + (lane >> 2), task.held());
   if (MASK) {
     lost = group_any(1 + group, lost);
-    const int slices = pair.piece.queries;
-    if (there && (threadIdx.x & 127) == 0) t.marks[(task.batch * task.heads_q() + task.head) * slices + slices - 1 - tile] = lost;
+    const int flat = task.batch * task.heads_q() + task.head, slices = pair.piece.queries;
+    if (there && (threadIdx.x & 127) == 0) t.marks[flat * slices + slices - 1 - tile] = lost;
   }
 }
 
@@ -140,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide_dq(WIDE_DQ_PARAMETERS)
   const Place at = locate<MASK>(blockIdx.x, {1, 1, 0, 0, pairs, int(gridDim.x), SECTION});
   const int flat = first_head * n.group + at.batch;
   const Task task = {t, n, aux, flat / heads_q, flat % heads_q, 0};
-  // ends: the first and the last tile and so on, which together have as many keys as others under a causal mask
+  // folds: the first and the last tile and so on, which together have as many keys as others under a causal mask
   const int first = folds ? at.tile : 2 * at.tile, last = piece.queries - 1 - at.tile;
   const Two pair = {task, piece, at.batch, first, folds ? (last > first ? last : piece.queries) : first + 1};
   if (threadIdx.x == 0) Rings(base).init();
