@@ -1,17 +1,17 @@
 // dk and dv of float16 and bfloat16 for Hopper (sm_90a), of head dims up to 256: four products. The gradients of scores
 // are left in memory, from which wide_dq.cuh makes dq: five products in all, and nothing is added by several blocks.
 //
-// A block has 64 keys of a head. One warpgroup has dv (64 keys by all columns), the other one dk, each as many registers.
-// They step over tiles of 64 queries:
+// A block has 64 keys of a head. One warpgroup has dv (64 keys by all columns), the other one dk. They step over tiles of
+// 64 queries:
 //
 //     values: s = K Q^T     w = exp2(s - lse)    dv += w dO
 //     keys:   dp = V dO^T   ds = w (dp - delta)  dk += ds Q    ds to memory
 //
-// Weights go from one to the other through shared memory as threads have them. Both w and ds are A operands as they are.
-// Up to KEPT steps of 16 columns of K and of V are A operands in registers too: products then read less shared memory.
+// Weights go from one to the other through shared memory as threads have them. w and ds are A operands as they are. Up
+// to KEPT steps of 16 columns of K and of V are A operands in registers too: products then read less shared memory.
 //
-// The config, in macros: DIM, DIM_V (multiples of 16), COLUMNS_QK, COLUMNS (in memory, of q and of v), WIDTH, WIDTH_V (of
-// swizzled chunks), STAGES_Q, STAGES_O, KEPT, MASK (0 none, 1 an interval a row), BF16; GROUPS 1, KEYS 1, BLOCK 64
+// The config, in macros: DIM, DIM_V (multiples of 16), COLUMNS_QK, COLUMNS (in memory, of q and of v), WIDTH, WIDTH_V
+// (of swizzled chunks), STAGES_Q, STAGES_O, KEPT, MASK (0 none, 1 an interval a row), BF16; GROUPS 1, KEYS 1, BLOCK 64
 // for task.cuh; PREPROCESS, FUSED (0) and WIDE for preprocess.cuh.
 #pragma once
 #include "cuda/gradient.cuh"
@@ -57,10 +57,12 @@ template <bool SECOND> DEVICE auto pick(const Rings& rings) {  // of what is ste
   else return rings.q;
 }
 DEVICE void shared_store_words(u32 at, const u32* x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};"
+               ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 DEVICE void shared_load_words(u32 (&x)[4], u32 at) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 }
 
 DEVICE Piece piece_of(const Params& t, const Shape& n) {
@@ -87,8 +89,8 @@ template <bool SECOND> DEVICE void load(u32 base, const Task& task) {  // one wa
   });
 }
 
-// A warp brings a number for each query of a tile, times `scale`, less `less`; `past` for those past the end: lse = +inf
-// makes their weights 0
+// A warp brings a number for each query of a tile, times `scale`, less `less`; `past` for those past the end: with
+// lse = +inf their weights are 0
 template <bool SECOND>
 DEVICE void bring_rows(u32 base, const Task& task, const float* from, float scale, float less, float past) {
   const int lane = threadIdx.x & 31;
@@ -116,7 +118,8 @@ DEVICE void tell(const Task& task, const Piece& piece) {
   const int lane = threadIdx.x & 31;
   if (blockIdx.x == 0)
 #pragma unroll 1
-    for (int i = lane; i < Slopes::bytes / 16; i += 32) reinterpret_cast<uint4*>(task.t.zeros)[i] = make_uint4(0, 0, 0, 0);
+    for (int i = lane; i < Slopes::bytes / 16; i += 32)
+      reinterpret_cast<uint4*>(task.t.zeros)[i] = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
   for (int g = 0; g < task.rounds(); g++) {
     const Task::Range all = task.range(task.first, 64, g);
@@ -140,8 +143,8 @@ template <bool SECOND> struct Consumer : Worker {
   u32 a[16], kept[4 * REGISTERED];
 
   DEVICE Consumer(const Task& task, u32 base, const Rings& rings)
-      : Worker(task, base, 0), thread(threadIdx.x & 127), warp(thread >> 5), x(pick<SECOND>(rings)), y(pick<!SECOND>(rings)),
-        w(rings.w) {}
+      : Worker(task, base, 0), thread(threadIdx.x & 127), warp(thread >> 5), x(pick<SECOND>(rings)),
+        y(pick<!SECOND>(rings)), w(rings.w) {}
 
   DEVICE u32 rows_at() const { return base + (SECOND ? AT_DELTA : AT_LSE) + x.stage() * ROW + 8 * (lane & 3); }
   DEVICE u32 weights_at() const { return base + AT_W + w.stage() * WEIGHTS + 16 * thread; }
@@ -172,8 +175,10 @@ template <bool SECOND> struct Consumer : Worker {
     const u32 columns = across_k<Other>(base + Y_AT + y.stage() * Other::bytes);
     pin(sum), pin(a);
     wgmma_fence();
-    UNROLL for (int k = 0; k < 4; k++)
-      Wgmma<SUM>::template rs<false, true>(sum, a + 4 * k, descriptor<Other>(columns + (k * 16 * Other::row_bytes >> 4)));
+    UNROLL for (int k = 0; k < 4; k++) {
+      const u64 b = descriptor<Other>(columns + (k * 16 * Other::row_bytes >> 4));
+      Wgmma<SUM>::template rs<false, true>(sum, a + 4 * k, b);
+    }
     wgmma_commit();
   }
 

@@ -1,10 +1,10 @@
 // dq = dS K for Hopper (sm_90a), from the gradients of scores that wide_backward.cuh left in memory: one product.
 //
-// A block has two tiles of 64 queries, one a warpgroup, of a head, and steps over tiles of 64 keys. Those of a launch may be
-// a part of all keys: sums then go from launch to launch in float32, as threads have them.
+// A block has two tiles of 64 queries, one a warpgroup, of a head, and steps over tiles of 64 keys. Those of a launch may
+// be a part of all keys: sums then go from launch to launch in float32, as threads have them.
 //
-// The config, in macros: DIM (a multiple of 16), COLUMNS (in memory), WIDTH (of a swizzled chunk), STAGES, MASK (0 none, 1 an
-// interval a row), BF16; GROUPS 2, KEYS 0, BLOCK 64 for task.cuh.
+// The config, in macros: DIM (a multiple of 16), COLUMNS (in memory), WIDTH (of a swizzled chunk), STAGES, MASK (0 none,
+// 1 an interval a row), BF16; GROUPS 2, KEYS 0, BLOCK 64 for task.cuh.
 #pragma once
 #include "cuda/gradient.cuh"
 #include "hopper/wide.cuh"
