@@ -1,7 +1,74 @@
-// What the Hopper backwards share beside the rows of a block (task.cuh, which tells of the macros): a warpgroup's place,
-// mask and marks.
+// What the Hopper backwards share: the rows that a block holds and steps over, a warpgroup's place, mask and marks.
+//
+// The kernel that includes this has a config in macros: GROUPS (warpgroups
+// that multiply, each with 64 held rows), KEYS (keys and values are held, queries and dout stepped over, not the other way
+// round), BLOCK (rows of a tile that is stepped over), MASK (0 none, 1 an interval a row).
 #pragma once
-#include "cuda/task.cuh"
+#include "cuda/expressions.cuh"
+#include "cuda/wgmma.cuh"
+
+constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int SECTION = 16;  // heads of which, under a mask, the longest blocks begin first: cuda/schedule.cuh
+
+// What this block does
+struct Task {
+  const Params& t;
+  const Shape& n;
+  const Aux& x;
+  int batch, head, first;  // head: of the held operand
+
+  static DEVICE Task number(int index, const Params& t, const Shape& n, const Aux& x) {
+    const int heads = KEYS ? n.heads_kv : n.heads_kv * n.group, tiles = ceil_div(KEYS ? n.seqlen_kv : n.seqlen_q, 64 * GROUPS);
+    const Place at = locate<MASK>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), SECTION});
+    const int tile = KEYS ? tiles - 1 - at.tile : at.tile;  // causal: the longest are the last queries, the first keys
+    return {t, n, x, at.batch, at.head, tile * 64 * GROUPS};
+  }
+
+  DEVICE int heads_q() const { return n.heads_kv * n.group; }
+  DEVICE int held() const { return KEYS ? n.seqlen_kv : n.seqlen_q; }
+  DEVICE int stepped() const { return KEYS ? n.seqlen_q : n.seqlen_kv; }
+  DEVICE int rounds() const { return KEYS ? n.group : 1; }
+  // of the g-th round, in its batch: the head that is stepped over, the head of queries
+  DEVICE int other(int g) const { return KEYS ? head * n.group + g : head / n.group; }
+  DEVICE int query_head(int g) const { return KEYS ? other(g) : head; }
+  DEVICE i64 row(int g) const { return (i64(batch) * heads_q() + query_head(g)) * (ceil_div(n.seqlen_q, 16) * 16); }
+  DEVICE int heads_held() const { return KEYS ? n.heads_kv : heads_q(); }
+  DEVICE Span span(int at, int g) const {
+#if MASK
+    return KEYS ? cols(batch, query_head(g), at, x, n) : rows(batch, query_head(g), at, x, n);
+#else
+    return {0, stepped(), 0, stepped()};
+#endif
+  }
+
+  // Stepped rows that `count` held rows from `from` on attend to: tiles [begin, end), those in [full_begin, full_end) whole
+  struct Range { int begin, end, full_begin, full_end; };
+  DEVICE Range range(int from, int count, int g) const {
+    int lo = 0, hi = stepped(), full_lo = 0, full_hi = stepped();
+    if (MASK) {
+      lo = stepped(), hi = 0;
+#pragma unroll 1
+      for (int i = threadIdx.x & 31; i < count; i += 32) {
+        const Span s = span(imin(from + i, held() - 1), g);
+        lo = imin(lo, s.lo), hi = imax(hi, s.hi), full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
+      }
+      lo = imax(warp_min(lo), 0), hi = imin(imax(warp_max(hi), 0), stepped());
+      full_lo = warp_max(full_lo), full_hi = imax(warp_min(full_hi), 0);
+    }
+    return {lo / BLOCK, ceil_div(hi, BLOCK), ceil_div(full_lo, BLOCK), full_hi / BLOCK};
+  }
+
+  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th round. It is to hold rings by value: by reference
+  // they cost registers
+  template <class Visit> DEVICE void walk(Visit visit) const {
+#pragma unroll 1
+    for (int g = 0; g < rounds(); g++) {
+      const Range tiles = range(first, 64 * GROUPS, g);
+#pragma unroll 1
+      for (int j = tiles.begin; j < tiles.end; j++) visit(g, j);
+    }
+  }
+};
 
 // A consumer warpgroup: where it is, and what it does with rows
 struct Worker {

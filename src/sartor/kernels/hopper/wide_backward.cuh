@@ -12,7 +12,7 @@
 //
 // The config, in macros: DIM, DIM_V (multiples of 16), COLUMNS_QK, COLUMNS (in memory, of q and of v), WIDTH, WIDTH_V
 // (of swizzled chunks), STAGES_Q, STAGES_O, KEPT, MASK (0 none, 1 an interval a row), BF16; GROUPS 1, KEYS 1, BLOCK 64
-// for task.cuh; PREPROCESS, FUSED (0) and WIDE for preprocess.cuh.
+// for cuda/backward.cuh; PREPROCESS, FUSED (0) and WIDE for preprocess.cuh.
 #pragma once
 #include "cuda/gradient.cuh"
 #include "cuda/wgmma.cuh"
@@ -72,6 +72,16 @@ DEVICE int in_piece(const Task& task, const Piece& piece, int g) {  // head of q
   return (task.batch * task.n.heads_kv + task.head - piece.first_head) * task.n.group + g;
 }
 
+// Calls `visit(g, j)` for each tile j of queries of the g-th head that shares the keys
+template <class Visit> DEVICE void over_tiles(const Task& task, Visit visit) {
+#pragma unroll 1
+  for (int g = 0; g < task.rounds(); g++) {
+    const Task::Range tiles = task.range(task.first, 64, g);
+#pragma unroll 1
+    for (int j = tiles.begin; j < tiles.end; j++) visit(g, j);
+  }
+}
+
 template <bool SECOND> DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread orders tiles
   using Tile = Either<SECOND, OfValues, OfKeys>;
   const Params& t = task.t;
@@ -81,7 +91,7 @@ template <bool SECOND> DEVICE void load(u32 base, const Task& task) {  // one wa
   const u32 to = base + (SECOND ? AT_V : AT_K), at = base + (SECOND ? AT_O : AT_Q);
   if (lead) Tile::load(to, held, SECOND ? rings.v : rings.k, ONCE, task.first, task.head, task.batch);
   auto ring = pick<SECOND>(rings);
-  task.walk([&, ring](int g, int j) mutable {
+  over_tiles(task, [&, ring](int g, int j) mutable {
     const int head = task.other(g);
     ring.await_empty();
     if (lead) Tile::load(at + ring.stage() * Tile::bytes, map, ring.full(), OFTEN, 64 * j, head, task.batch);
@@ -96,7 +106,7 @@ DEVICE void bring_rows(u32 base, const Task& task, const float* from, float scal
   const int lane = threadIdx.x & 31;
   Rings rings(base);
   auto ring = pick<SECOND>(rings);
-  task.walk([&, ring](int g, int j) mutable {
+  over_tiles(task, [&, ring](int g, int j) mutable {
     const float* of_head = from + task.row(g);
     float x[2];
     UNROLL for (int i = 0; i < 2; i++) {

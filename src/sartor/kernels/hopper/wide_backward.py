@@ -34,7 +34,7 @@ from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper import pieces as cutting
-from sartor.kernels.hopper.backward import PREPROCESS, HopperBackward, Ready, Step, reasons
+from sartor.kernels.hopper.backward import PREPROCESS, HopperBackward, Ready, Step
 from sartor.kernels.hopper.pieces import Piece, Shape
 from sartor.kernels.room import Room
 from sartor.kernels.spec import Operands, Saved, Tile
@@ -80,7 +80,9 @@ class WideBackward(HopperBackward):
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need, and room for gradients of scores."""
-        why = launch.reasons(p, dev) + reasons(p, dev)
+        why = launch.reasons(p, dev) + arch.reasons(p, dev)
+        if p.program.keep is not None and not p.program.is_interval_both_ways:
+            why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
         if p.dim not in DIMS or p.dim_v not in DIMS or max(p.dim, p.dim_v) <= 128:
             why.append(
                 f"needs head dims of {DIMS[0]} to {DIMS[-1]}, multiples of 8, one of them beyond 128, "
@@ -166,7 +168,7 @@ class Config:
         """Macros by name."""
         p = self.p
         return {
-            "BLOCK": 64, "DIM": self.dims[0], "WIDTH": self.widths[0], "MASK": int(p.program.keep is not None),
+            "DIM": self.dims[0], "WIDTH": self.widths[0], "MASK": int(p.program.keep is not None),
             "BF16": int(p.dtype == torch.bfloat16),
         }  # fmt: skip
 
@@ -197,7 +199,7 @@ class OfKeys(Config):
         """Macros by name."""
         p, (stages_q, stages_o) = self.p, self.stages
         return self.common() | {
-            "GROUPS": 1, "KEYS": 1, "DIM_V": self.dims[1], "COLUMNS_QK": p.dim, "COLUMNS": p.dim_v,
+            "GROUPS": 1, "KEYS": 1, "BLOCK": 64, "DIM_V": self.dims[1], "COLUMNS_QK": p.dim, "COLUMNS": p.dim_v,
             "WIDTH_V": self.widths[1], "STAGES_Q": stages_q, "STAGES_O": stages_o, "KEPT": KEPT, "TOGETHER_A": TOGETHER,
             "PREPROCESS": 1, "FUSED": 0, "WIDE": int(p.out_dtype == torch.float32),
         } | self.laid_out(stages_q, stages_o).defines()  # fmt: skip
@@ -229,7 +231,7 @@ class OfQueries(Config):
         """Macros by name."""
         return (
             self.common()
-            | {"GROUPS": 2, "KEYS": 0, "COLUMNS": self.p.dim, "STAGES": self.stages}
+            | {"COLUMNS": self.p.dim, "STAGES": self.stages}
             | self.laid_out(self.stages).defines()
         )
 

@@ -4,14 +4,16 @@
 // be a part of all keys: sums then go from launch to launch in float32, as threads have them.
 //
 // The config, in macros: DIM (a multiple of 16), COLUMNS (in memory), WIDTH (of a swizzled chunk), STAGES, MASK (0 none,
-// 1 an interval a row), BF16; GROUPS 2, KEYS 0, BLOCK 64 for task.cuh.
+// 1 an interval a row), BF16.
 #pragma once
+#include "cuda/expressions.cuh"
 #include "cuda/gradient.cuh"
 #include "hopper/wide.cuh"
 
 using Keys = Staged<DIM, 64, WIDTH>;
 using Half = Half16<BF16>;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+constexpr int SECTION = 16;  // heads of which, under a mask, the longest blocks begin first: cuda/schedule.cuh
 constexpr int STAGE_BYTES = 2 * Slopes::bytes + Keys::bytes, AT_BARRIERS = STAGES * STAGE_BYTES;
 static_assert(AT_BARRIERS == OFFSET_BARRIERS && SHARED_BYTES == AT_BARRIERS + 16 * STAGES + 1024);
 
@@ -24,13 +26,14 @@ struct Rings {
   }
 };
 
-#include "cuda/task.cuh"
-
-// What a block does: a task, whose `first` says nothing, and which tiles of queries it has
+// What a block does
 struct Two {
-  const Task& task;
+  const Params& t;
+  const Shape& n;
+  const Aux& x;
   const Piece& piece;
-  int slot, one, other;  // slot: of the head, counted from the launch's first; a tile past the end is none
+  int batch, head, slot;  // slot: of the head, counted from the launch's first
+  int one, other;         // tiles of queries; one past the end is none
 
   DEVICE int tile(int group) const { return group ? other : one; }
   struct Part {
@@ -42,16 +45,24 @@ struct Two {
   };
   DEVICE Part keys(int group) const {  // tiles of those that a warpgroup multiplies
     const int first = 64 * tile(group), end = piece.first + piece.count;
-    if (first >= task.held()) return {end, end};
-    const Task::Range own = task.range(first, 64, 0);
-    const int from = imax(own.begin, piece.first);
-    return {from, imax(imin(own.end, end), from)};
+    if (first >= n.seqlen_q) return {end, end};
+#if MASK
+    int lo = n.seqlen_kv, hi = 0;
+    UNROLL for (int i = 0; i < 2; i++) {
+      const Span span = rows(batch, head, imin(first + 32 * i + int(threadIdx.x & 31), n.seqlen_q - 1), x, n);
+      lo = imin(lo, span.lo), hi = imax(hi, span.hi);
+    }
+    const int from = imax(imax(warp_min(lo), 0) / 64, piece.first);
+    return {from, imax(imin(ceil_div(imin(imax(warp_max(hi), 0), n.seqlen_kv), 64), end), from)};
+#else
+    return {piece.first, end};
+#endif
   }
 };
 
 DEVICE void load(u32 base, const Two& pair) {  // one warp; its first thread orders copies
-  const Params& t = pair.task.t;
-  const int lane = threadIdx.x & 31, head = pair.task.head / pair.task.n.group;
+  const Params& t = pair.t;
+  const int lane = threadIdx.x & 31, head = pair.head / pair.n.group;
   const Piece& piece = pair.piece;
   Ring<STAGES> ring = Rings(base).tiles;
   const Two::Part a = pair.keys(0), b = pair.keys(1), all = a.with(b);
@@ -73,20 +84,19 @@ DEVICE void load(u32 base, const Two& pair) {  // one warp; its first thread ord
           const u8* from = i >= lo && i < hi ? t.ds + Slopes::bytes * piece.tile(pair.slot, j, i) : t.zeros;
           bulk_load(to + g * Slopes::bytes, from, Slopes::bytes, bar);
         }
-      Keys::load(to + 2 * Slopes::bytes, &t.k, bar, OFTEN, 64 * j, head, pair.task.batch);
+      Keys::load(to + 2 * Slopes::bytes, &t.k, bar, OFTEN, 64 * j, head, pair.batch);
     }
     ring.next();
   }
 }
 
 DEVICE void multiply(u32 base, const Two& pair, int group) {
-  const Task& task = pair.task;
-  const Params& t = task.t;
+  const Params& t = pair.t;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, tile = pair.tile(group);
   float sum[DIM / 2];
   const i64 kept = i64(pair.slot) * pair.piece.queries + tile;
   float4* carry = reinterpret_cast<float4*>(t.carry) + kept * (16 * DIM) + (threadIdx.x & 127);
-  const bool there = 64 * tile < task.held();
+  const bool there = 64 * tile < pair.n.seqlen_q;
   const bool resumes = t.resumes && there;
   UNROLL for (int i = 0; i < DIM / 8; i++) {
     const float4 x = resumes ? carry[128 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -126,11 +136,11 @@ DEVICE void multiply(u32 base, const Two& pair, int group) {
         carry[128 * i] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
     return;
   }
-  u16* to = t.dq + task.batch * t.dq_batch + task.head * t.dq_head;
-  bool lost = store_rows<Half, COLUMNS>(sum, to, t.dq_row, t.scale, 64 * tile + 16 * warp + (lane >> 2), task.held());
+  u16* to = t.dq + pair.batch * t.dq_batch + pair.head * t.dq_head;
+  bool lost = store_rows<Half, COLUMNS>(sum, to, t.dq_row, t.scale, 64 * tile + 16 * warp + (lane >> 2), pair.n.seqlen_q);
   if (MASK) {
     lost = group_any(1 + group, lost);
-    const int flat = task.batch * task.heads_q() + task.head, slices = pair.piece.queries;
+    const int flat = pair.batch * pair.n.heads_kv * pair.n.group + pair.head, slices = pair.piece.queries;
     if (there && (threadIdx.x & 127) == 0) t.marks[flat * slices + slices - 1 - tile] = lost;
   }
 }
@@ -145,10 +155,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide_dq(WIDE_DQ_PARAMETERS)
   const int pairs = ceil_div(piece.queries, 2), heads_q = heads_kv * n.group;
   const Place at = locate<MASK>(blockIdx.x, {1, 1, 0, 0, pairs, int(gridDim.x), SECTION});
   const int flat = first_head * n.group + at.batch;
-  const Task task = {t, n, aux, flat / heads_q, flat % heads_q, 0};
   // folds: the first and the last tile and so on, which together have as many keys as others under a causal mask
   const int first = folds ? at.tile : 2 * at.tile, last = piece.queries - 1 - at.tile;
-  const Two pair = {task, piece, at.batch, first, folds ? (last > first ? last : piece.queries) : first + 1};
+  const Two pair = {t, n, aux, piece, flat / heads_q, flat % heads_q, at.batch, first, folds ? (last > first ? last : piece.queries) : first + 1};
   if (threadIdx.x == 0) Rings(base).init();
   __syncthreads();
   const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);
