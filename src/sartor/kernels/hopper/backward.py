@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -116,12 +116,8 @@ class HopperBackward(TritonBackward):
         key = launch.key(saved)
         ready: Any = plan.cache.get(("hopper", key))
         if ready is None:
-            ready = plan.cache["hopper", key] = self.ready(plan.problem, x, saved, key)
+            ready = plan.cache["hopper", key] = Ready.of(plan.problem, x, saved, key)
         return ready.run(plan, x, saved)  # type: ignore[no-any-return]
-
-    def ready(self, p: Problem, x: Operands, saved: Saved, key: object) -> Ready:
-        """The launches of a call."""
-        return Ready.of(p, x, saved, key)
 
     def repairs(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
         """The launches of `triton_backward` over what was marked."""
@@ -288,22 +284,6 @@ def room(p: Problem) -> Room:
     )
 
 
-class Prepared(Protocol):
-    """What `Step.preprocess` asks of a config."""
-
-    @property
-    def p(self) -> Problem:
-        """The problem."""
-
-    @property
-    def block(self) -> int:
-        """Rows of a tile that is stepped over."""
-
-    @property
-    def fused(self) -> bool:
-        """Whether dq is added up, in tiles of as many rows."""
-
-
 @dataclass
 class Step:
     """One launch: a kernel, and by the names of its parameters the tensors that they are of; of some these are maps."""
@@ -314,7 +294,7 @@ class Step:
     maps: dict[str, nvrtc.TensorMaps] = field(default_factory=dict)
 
     @classmethod
-    def preprocess(cls, m: Prepared, binary: nvrtc.Binary, out: torch.Tensor, dout: torch.Tensor) -> Step:
+    def preprocess(cls, m: Config, binary: nvrtc.Binary, out: torch.Tensor, dout: torch.Tensor) -> Step:
         """delta, lse in the log2 domain, and zeros to add dq to."""
         p, names = m.p, ("out", "dout", "lse", "dlse", "delta", "lse_log2", "sums")
         rows = m.block if m.fused else 64
@@ -383,32 +363,24 @@ class Ready:
     def of(cls, p: Problem, x: Operands, saved: Saved, key: object) -> Ready:
         """Everything that the launches of a plan need."""
         dout, out = tidy(p, saved.dout), tidy_out(saved.out)
-        tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout, "out": out}
+        tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
         tensors |= {f"d{name}": dense_like(tensors[name]) for name in ("q", "k", "v")}
+        steps: list[tuple[Step, bool]] = []
         reads = any(isinstance(value, torch.Tensor) for value in x.aux)
         aux = {} if reads else expressions.arguments(x.aux, p.program)
-        space, steps = cls.launches(p, x, tensors, aux)
+        for m in Config.all(p):
+            binary = m.compile()
+            if not steps:
+                steps.append((Step.preprocess(m, binary, out, dout), False))
+            steps.append((Step.sweep(m, binary, tensors, aux), True))
+            if m.fused:
+                steps.append((Step.round(m, binary, tensors["dq"]), False))
+        space = room(p)
         names = ("q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv", *space.places)
         return cls(
             key, space, steps, reads, (dout is not saved.dout, out is not saved.out),
             tuple(f"{name}_ptr" for name in names),
         )  # fmt: skip
-
-    @classmethod
-    def launches(
-        cls, p: Problem, x: Operands, tensors: dict[str, torch.Tensor], aux: dict[str, Any]
-    ) -> tuple[Room, list[tuple[Step, bool]]]:
-        """Room, and the launches with whether aux values follow. `tensors` are like q, k, v, out, dout and the
-        gradients, `aux` what no call changes."""
-        steps: list[tuple[Step, bool]] = []
-        for m in Config.all(p):
-            binary = m.compile()
-            if not steps:
-                steps.append((Step.preprocess(m, binary, tensors["out"], tensors["dout"]), False))
-            steps.append((Step.sweep(m, binary, tensors, aux), True))
-            if m.fused:
-                steps.append((Step.round(m, binary, tensors["dq"]), False))
-        return room(p), steps
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """The launches of one call, on the current stream."""

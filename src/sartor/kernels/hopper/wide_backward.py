@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,12 +34,12 @@ from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper import pieces as cutting
-from sartor.kernels.hopper.backward import PREPROCESS, HopperBackward, Ready, Step
+from sartor.kernels.hopper.backward import PREPROCESS, HopperBackward, Ready, Step, tidy, tidy_out
 from sartor.kernels.hopper.pieces import Piece, Shape
 from sartor.kernels.room import Room
-from sartor.kernels.spec import Operands, Saved, Tile
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.kernels.triton import launch
-from sartor.kernels.triton.backward import padded_rows
+from sartor.kernels.triton.backward import dense_like, padded_rows
 from sartor.problem import Problem
 
 PIECE = dict.fromkeys(("first_head", "first_tile", "tiles", "skew"), "int")
@@ -98,9 +98,13 @@ class WideBackward(HopperBackward):
         """Dynamic shared memory that a block takes, of the kernels the one that takes most."""
         return max(OfKeys(plan.problem).shared_bytes, OfQueries(plan.problem).shared_bytes)
 
-    def ready(self, p: Problem, x: Operands, saved: Saved, key: object) -> Ready:
-        """The launches of a call."""
-        return WideReady.of(p, x, saved, key)
+    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
+        """dq, dk, dv, dsinks."""
+        key = launch.key(saved)
+        ready: Any = plan.cache.get(("hopper", key))
+        if ready is None:
+            ready = plan.cache["hopper", key] = WideReady.of(plan.problem, x, saved, key)
+        return ready.run(plan, x, saved)  # type: ignore[no-any-return]
 
     def notes(self, p: Problem) -> Iterable[str]:
         """Memory that a call takes besides its results, and what it is for."""
@@ -229,11 +233,7 @@ class OfQueries(Config):
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
-        return (
-            self.common()
-            | {"COLUMNS": self.p.dim, "STAGES": self.stages}
-            | self.laid_out(self.stages).defines()
-        )
+        return self.common() | {"COLUMNS": self.p.dim, "STAGES": self.stages} | self.laid_out(self.stages).defines()
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
@@ -319,16 +319,24 @@ class WideReady(Ready):
     """The launches of one call key."""
 
     @classmethod
-    def launches(
-        cls, p: Problem, x: Operands, tensors: dict[str, torch.Tensor], aux: dict[str, Any]
-    ) -> tuple[Room, list[tuple[Step, bool]]]:
-        """Room, and the launches with whether aux values follow."""
+    def of(cls, p: Problem, x: Operands, saved: Saved, key: object) -> WideReady:
+        """Everything that the launches of a plan need."""
+        dout, out = tidy(p, saved.dout), tidy_out(saved.out)
+        tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
+        tensors |= {f"d{name}": dense_like(tensors[name]) for name in ("q", "k", "v")}
+        reads = any(isinstance(value, torch.Tensor) for value in x.aux)
+        aux = {} if reads else expressions.arguments(x.aux, p.program)
         cuts = Cuts(p, skew(p, x.aux), Device.of(x.q.device).sm_count or 1)
         first, second = OfKeys(p).compile(), OfQueries(p).compile()
-        steps = [(Step.preprocess(OfKeys(p), first, tensors["out"], tensors["dout"]), False)]
+        steps = [(Step.preprocess(cast(Any, OfKeys(p)), first, out, dout), False)]
         for piece in cuts.pieces:
             steps += [(cuts.dkdv(piece, first, tensors, aux), True), (cuts.dq(piece, second, tensors, aux), True)]
-        return cuts.room(), steps
+        space = cuts.room()
+        names = ("q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv", *space.places)
+        return cls(
+            key, space, steps, reads, (dout is not saved.dout, out is not saved.out),
+            tuple(f"{name}_ptr" for name in names),
+        )  # fmt: skip
 
 
 SPEC = WideBackward()
