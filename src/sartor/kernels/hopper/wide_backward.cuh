@@ -11,8 +11,8 @@
 // to KEPT steps of 16 columns of K and of V are A operands in registers too: products then read less shared memory.
 //
 // The config, in macros: DIM, DIM_V (multiples of 16), COLUMNS_QK, COLUMNS (in memory, of q and of v), WIDTH, WIDTH_V
-// (of swizzled chunks), STAGES_Q, STAGES_O, KEPT, MASK (0 none, 1 an interval a row), BF16; GROUPS 1, KEYS 1, BLOCK 64
-// for cuda/backward.cuh; PREPROCESS, FUSED (0) and WIDE for preprocess.cuh.
+// (of swizzled chunks), STAGES_Q, STAGES_O, KEPT, MASK (0 none, 1 an interval a row), BF16; what cuda/backward.cuh
+// asks for (GROUPS 1, KEYS 1, BLOCK 64); PREPROCESS, FUSED (0) and WIDE for preprocess.cuh.
 #pragma once
 #include "cuda/gradient.cuh"
 #include "cuda/wgmma.cuh"
