@@ -203,7 +203,8 @@ class OfKeys(Config):
         """Macros by name."""
         p, (stages_q, stages_o) = self.p, self.stages
         return self.common() | {
-            "GROUPS": 1, "KEYS": 1, "BLOCK": 64, "TOLD": 0, "ORDERED": 0, "PERSISTENT": 0, "DIM_V": self.dims[1], "COLUMNS_QK": p.dim, "COLUMNS": p.dim_v,
+            "GROUPS": 1, "KEYS": 1, "BLOCK": 64, "TOLD": 0, "ORDERED": 0, "PERSISTENT": 0,
+            "DIM_V": self.dims[1], "COLUMNS_QK": p.dim, "COLUMNS": p.dim_v,
             "WIDTH_V": self.widths[1], "STAGES_Q": stages_q, "STAGES_O": stages_o, "KEPT": KEPT, "TOGETHER_A": TOGETHER,
             "PREPROCESS": 1, "FUSED": 0, "WIDE": int(p.out_dtype == torch.float32),
         } | self.laid_out(stages_q, stages_o).defines()  # fmt: skip
