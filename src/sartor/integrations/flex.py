@@ -154,7 +154,7 @@ def _of_blocks(blocks: BlockMask, sizes: Sizes) -> Mask | None:
 def _is_exact(made: Mask) -> bool:
     """Whether intervals say all of a mask."""
     if torch.compiler.is_compiling():
-        return _handle_is_exact(made.handle)
+        return bool(_handle_is_exact(made.handle))
     return bool(Program.of(made, None)[0].is_interval_both_ways)
 
 
