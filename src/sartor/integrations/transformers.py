@@ -310,6 +310,7 @@ def attention_forward(
         _refuse_dropout(module, dropout)
     if cache is not None:
         key, value, cu_seq_lens_k = _from_pages(module, key, value, cache, {"cu_seq_lens_k": cu_seq_lens_k, **kwargs})
+    assert not isinstance(cu_seq_lens_k, dict)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if query.shape[0] != key.shape[0]:
