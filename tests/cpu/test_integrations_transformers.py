@@ -380,6 +380,27 @@ def test_vision_language():
     assert_close(found[seen.bool()], want[seen.bool()])
 
 
+def test_cross_attention_to_images():
+    """Mllama's text model with a float mask as it prepares it: rows without an image see all, and count for nothing."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = transformers.MllamaTextConfig(**TEXT, cross_attention_layers=[1], rope_parameters=rope)
+    model = build(transformers.MllamaForCausalLM, config)
+    ids, seen = tokens()
+    images = torch.rand(BATCH, 1, 12, 7, generator=torch.Generator().manual_seed(2)) > 0.3
+    images[:, :, 3] = False
+    some = images.any(-1)[..., None].float()
+    inputs = {
+        "input_ids": ids, "attention_mask": seen, "cross_attention_states": torch.randn(BATCH, 7, 32),
+        "cross_attention_mask": torch.where(images, 0.0, torch.finfo(torch.float32).min) * some,
+        "full_text_row_masked_out_mask": some,
+    }  # fmt: skip
+    want, found = both(model, lambda: model(**inputs).logits)
+    assert_close(found[seen.bool()], want[seen.bool()])
+    labels = torch.where(seen.bool(), ids, -100)
+    labels[0, 4] = -100  # its logits are of padding
+    assert_gradients(model, **inputs, labels=labels)
+
+
 def test_float_masks():
     model = decoder("llama")
     ids, _ = tokens()
