@@ -129,6 +129,27 @@ def test_what_graphs_name_stays(monkeypatch):
     assert torch.equal(compiled(q), want)
 
 
+def test_mods_that_leave_their_graph():
+    """One that follows a graph break takes them; code that is not compiled says where they were made."""
+    q = qkv()[0]
+
+    def broken(q):
+        mask, score = mods.causal() & mods.document(DOCUMENTS), mods.softcap(3.0)
+        torch._dynamo.graph_break()
+        return sartor.attention(q, q, q, mask=mask, score=score)
+
+    torch.testing.assert_close(torch.compile(broken, backend="eager")(q), broken(q))
+    for make in (lambda: mods.prefix(9), lambda: mods.prefix(9) & mods.window(5, 4)):
+        left = torch.compile(make, backend="eager")()
+        for use in (
+            lambda m=left: sartor.attention(q, q, q, mask=m),
+            lambda m=left: m.materialize(1, 1, 2, 2),
+            lambda m=left: m & OUTSIDE,
+        ):
+            with pytest.raises(RuntimeError, match=r"inside what torch\.compile compiles must be used there"):
+                use()
+
+
 def test_refusals_say_what_to_write():
     q, k, v = qkv()
     for mask, words in (

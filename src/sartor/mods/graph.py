@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sartor.mods.capture import Capture, at_positions
 from sartor.mods.expr import IN_GRAPH, Expr
+from sartor.mods.tracing import aux_value
 
 MADE: dict[str, Any] = {}  # by handle, over meta tensors: what graphs name stays as long as they may run
 Written = tuple[Any, ...]
@@ -43,7 +44,17 @@ def fill(mod: Any, handle: str, tensors: list[torch.Tensor]) -> Any:
     """A mod of a graph: its handle, and its tensors alone as aux."""
     for name, value in (("handle", handle), ("aux", tuple(tensors)), ("sizes", None), ("name", "made in a graph")):
         object.__setattr__(mod, name, value)
+    for name in ("keep", "fn", "rows", "cols"):
+        object.__setattr__(mod, name, _left)
     return mod
+
+
+def _left(*args: Any) -> Any:
+    """In the place of the functions of a mod of a graph, which graphs have no use for."""
+    raise RuntimeError(
+        "a mask or score that is made inside what torch.compile compiles must be used there: expected it in the same"
+        " graph or one that follows, got it outside. Make it before, and close over it or pass it in"
+    )
 
 
 def combine(sign: str, *mods: Any) -> Any:
@@ -88,8 +99,9 @@ def _made(
     """The handle, and of each tensor which one it is of the captured ones, and by which indices it is a view of it."""
     with _disable_current_modes():
         values = [
-            torch.empty(a[1], dtype=a[0], device="meta") if isinstance(a, tuple) else a for a in aux
-        ]  # fmt: skip
+            torch.empty(a[1], dtype=a[0], device="meta") if isinstance(a, tuple) else aux_value(i, a)
+            for i, a in enumerate(aux)
+        ]
         capture = Capture(tuple(values))
         capture.given = given
         mod = cls.empty(name=name, sizes=sizes, **dict.fromkeys(spans, _made))
