@@ -35,7 +35,7 @@ SCORES = {
     "gather": lambda: mods.Score(lambda s, b, h, q, kv: s + TABLE[h, q - kv + 20]),
     "then": lambda: mods.softcap(3.0).then(mods.alibi(SLOPES)),
     "made_outside": lambda: OUTSIDE_SCORE.then(mods.Score(lambda s, b, h, q, kv: torch.where(q >= kv, s, -1.0))),
-    "number": lambda: mods.Score(lambda s, b, h, q, kv: -s * SLOPES[1] + abs(q - kv) ** 2 * 0.01),
+    "number": lambda: mods.Score(lambda s, b, h, q, kv: torch.neg(s) * SLOPES[1] + abs(q - kv) ** 2 * 0.01),
     "functions": lambda: mods.Score(lambda s, b, h, q, kv: s.clamp(-1, 1) + torch.exp2(-(h + 1) * 2.0)),
 }
 
