@@ -29,6 +29,7 @@ TABLE_GRADIENT = "table gradient"  # of tensors that a score reads
 UNALIGNED = "unaligned rows"  # of q, k or v: they do not start on 16 bytes
 UNALIGNED_TABLES = "unaligned tables"
 DETERMINISTIC = "deterministic"
+SHARED_LSE = "lse of more keys"  # of a backward whose lse and out are of more keys than it is given
 
 MASKS = frozenset({INTERVAL, PAIRS, TABLES, UNALIGNED_TABLES, INDEXED})
 
@@ -53,6 +54,7 @@ RULES: dict[str, Callable[[Problem], str]] = {  # by field: the feature that its
     "bias_shape": lambda p: "" if p.bias_shape is None else BIAS_GRADIENT,
     "table_shapes": lambda p: TABLE_GRADIENT if p.table_shapes else "",
     "deterministic": lambda p: DETERMINISTIC if p.deterministic else "",
+    "shared_lse": lambda p: SHARED_LSE if p.shared_lse else "",
     "rows_on_16_bytes": lambda p: "" if p.rows_on_16_bytes else UNALIGNED,
     "aux_on_16_bytes": lambda p: "" if p.aux_on_16_bytes else UNALIGNED_TABLES,
     "program.keep": _mask,
@@ -78,6 +80,7 @@ WORDS: dict[str, str] = {  # what a kernel without the feature says; fields of `
     TABLE_GRADIENT: "has no gradient of the tensors that a score reads, got {p.score_name} with such that require one",
     UNALIGNED: "needs rows of q, k and v that start on 16 bytes, got strides or addresses that do not",
     UNALIGNED_TABLES: "needs rows of what masks and scores read that start on 16 bytes, got others",
+    SHARED_LSE: "needs lse of the keys that it is given, got lse of more keys",
     DETERMINISTIC: "has no order of its sums, got deterministic=True",
 }
 

@@ -35,7 +35,7 @@ class Prepared:
     forward: Plan
     template: Template
     any_layout: bool  # whether the forward kernel takes and gives layout bhsd too
-    backwards: dict[bool, Plan] = field(default_factory=dict)  # by whether results must have the same bits every time
+    backwards: dict[tuple[bool, bool], Plan] = field(default_factory=dict)  # by what `backward_plan` looks at
     layouts: tuple[Any, ...] = ()  # strides, and offset from 16 bytes, of what autograd saves: for all calls of the key
 
     def operands(self, call: Call, lse: bool = True) -> Operands:
@@ -51,13 +51,14 @@ class Prepared:
             sinks = sinks.to(wide(q.dtype)).contiguous()
         return Operands(q, k, v, sinks, aux_values(call, self.template), layout, lse)
 
-    def backward_plan(self) -> Plan:
+    def backward_plan(self, shared_lse: bool = False) -> Plan:
         """Chosen at the first backward; PyTorch may have been told to be deterministic since the forward."""
         repeat = self.problem.deterministic or torch.are_deterministic_algorithms_enabled()
-        if repeat not in self.backwards:
-            problem = replace(self.problem, deterministic=repeat)
-            self.backwards[repeat] = own(choose_backward(problem, self.device))
-        return self.backwards[repeat]
+        asked = repeat, shared_lse
+        if asked not in self.backwards:
+            problem = replace(self.problem, deterministic=repeat, shared_lse=shared_lse)
+            self.backwards[asked] = own(choose_backward(problem, self.device))
+        return self.backwards[asked]
 
 
 def own(plan: Plan) -> Plan:
@@ -123,8 +124,8 @@ def _forward(prepared: Prepared, x: Operands) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _backward(prepared: Prepared, x: Operands, saved: Saved) -> Gradients:
-    g: Gradients = _run(prepared.backward_plan(), x, saved)
+def _backward(prepared: Prepared, x: Operands, saved: Saved, shared_lse: bool = False) -> Gradients:
+    g: Gradients = _run(prepared.backward_plan(shared_lse), x, saved)
     return g
 
 

@@ -38,7 +38,7 @@ def choose(p: Problem, dev: Device) -> Plan:
 @lru_cache(maxsize=4096)
 def choose_backward(p: Problem, dev: Device) -> Plan:
     """The backward kernel that goes with the forward chosen for `p`."""
-    forward = choose(p, dev).kernel
+    forward = choose(replace(p, shared_lse=False), dev).kernel
     return _first(forward.backwards, p, dev)  # type: ignore[attr-defined]
 
 

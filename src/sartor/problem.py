@@ -153,6 +153,7 @@ class Problem:
     out_like_q: bool = False  # out has the shape, dtype and memory of q
     rows_on_16_bytes: bool = True  # every row of q, k and v starts on a multiple of 16 bytes
     aux_on_16_bytes: bool = True  # and every row of keys of what masks and scores read
+    shared_lse: bool = False  # of a backward: lse and out are of more keys than it is given, as in a ring
 
     @classmethod
     def of(cls, call: Call) -> Problem:

@@ -502,7 +502,7 @@ def test_compile(name):
 
 
 def test_compile_with_masks():
-    """A graph serves masks of one kind whatever they hold; one that is made in it is refused, by a sentence."""
+    """A graph serves masks of one kind whatever they hold."""
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(lambda x, mask: sartor.attention(x, x, x, mask=mask), fullgraph=True, backend=counter)
@@ -511,9 +511,6 @@ def test_compile_with_masks():
         mask = mods.document(torch.arange(9).repeat(2, 1) // (2 + seed))
         assert torch.equal(compiled(x, mask), sartor.attention(x, x, x, mask=mask))
     assert counter.frame_count == 1
-    inside = torch.compile(lambda x: sartor.attention(x, x, x, mask=mods.causal()), fullgraph=True, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"outside of what torch\.compile compiles"):
-        inside(x)
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -113,6 +113,8 @@ def test_a_sample_of_fingerprints_is_what_passed(folder: Path, tmp_path: Path, m
         if passed is None or is_pending(passed.plan):
             continue
         found = fingerprint.kept(provider, w, evidence.device)
+        if found is not None and is_pending(found.plan):  # a new kernel takes what another one passed
+            continue
         for attempt in range(TRIES):
             if found == passed:
                 break

@@ -121,6 +121,31 @@ def test_backward(launches, softcap, deterministic):
         assert contains(given, lengths | places(dq=dq) | strides("dq", dq) | {"scale": SCALE, "sums": sweep["sums"]})
 
 
+@pytest.mark.parametrize("dims", [(192, 192), (192, 128)])
+def test_wide_backward(launches, dims):
+    q, k, v = inputs(torch.bfloat16, dims[0])
+    v = v[..., : dims[1]].detach().requires_grad_()
+    out = sartor.attention(q, k, v, softmax_scale=SCALE, causal=True)
+    dout = torch.zeros_like(out)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    given = launches["preprocess"]
+    assert contains(given, {"heads_q": 6, "seqlen_q": 70} | strides("out", out) | places(out=out, dout=dout))
+    first, second = launches["wide_dkdv"], launches["wide_dq"]
+    assert contains(first, LENGTHS | places(dk=dk, dv=dv) | strides("dk", dk) | strides("dv", dv))
+    assert contains(first, {"factor": LOG2_E * SCALE, "scale": SCALE})
+    assert contains(first, {"lse": given["lse_log2"], "delta": given["delta"]})
+    piece = {"first_head": 0, "first_tile": 0, "tiles": 2, "skew": 1}  # 20 more keys than queries
+    assert contains(first, piece)
+    assert contains(second, LENGTHS | piece | places(dq=dq) | strides("dq", dq) | {"scale": SCALE})
+    assert contains(second, {"resumes": 0, "ends": 1, "folds": 1})
+    assert contains(second, {name: first[name] for name in ("ds", "written", "zeros")})
+    addresses = [first[name] for name in ("lse", "delta", "ds", "written", "zeros", "marks")] + [second["marks"]]
+    assert len(set(addresses)) == len(addresses)
+    for name, t in {"k": k, "v": v, "q": q, "dout": dout}.items():
+        assert int.from_bytes(first[name][:8], "little") == t.data_ptr(), name
+    assert second["k"] == first["k"]
+
+
 def test_forward_of_float32(launches):
     q, k, v = (t.detach() for t in inputs(torch.float32))
     sinks = torch.zeros(6)

@@ -122,7 +122,7 @@ def test_three_refuses_what_is_not_there(name):
     face = getattr(three, name)
     q = normal(2, 3, 2, 8)
     tensors = [q] * 3 if name != "flash_attn_varlen_func" else [q[0]] * 3 + [torch.tensor([0, 3])] * 2 + [3, 3]
-    for option in set(inspect.signature(face).parameters) & {"qv", "q_descale", "page_table", "seqused_k"}:
+    for option in set(inspect.signature(face).parameters) & {"qv", "q_descale", "seqused_k"}:
         with pytest.raises(NotImplementedError, match=option):
             face(*tensors, **{option: q})
     with pytest.raises(NotImplementedError, match="attention_chunk"):

@@ -23,7 +23,8 @@ def registered():
     ours.register()
     yield
     for registry in (transformers.AttentionInterface, theirs.AttentionMaskInterface):
-        registry._global_mapping.pop("sartor")
+        for name in ("sartor", "paged|sartor"):
+            registry._global_mapping.pop(name)
 
 
 # ---- masks
@@ -206,6 +207,15 @@ DECODERS = {
     ),
     "mistral": ("Mistral", {**TEXT, "sliding_window": 5}),
     "llama4": ("Llama4", LLAMA4),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **TEXT, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        },
+    ),
+    "doge": ("Doge", TEXT),
 }  # fmt: skip
 
 
@@ -370,6 +380,27 @@ def test_vision_language():
     assert_close(found[seen.bool()], want[seen.bool()])
 
 
+def test_cross_attention_to_images():
+    """Mllama's text model with a float mask as it prepares it: rows without an image see all, and count for nothing."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = transformers.MllamaTextConfig(**TEXT, cross_attention_layers=[1], rope_parameters=rope)
+    model = build(transformers.MllamaForCausalLM, config)
+    ids, seen = tokens()
+    images = torch.rand(BATCH, 1, 12, 7, generator=torch.Generator().manual_seed(2)) > 0.3
+    images[:, :, 3] = False
+    some = images.any(-1)[..., None].float()
+    inputs = {
+        "input_ids": ids, "attention_mask": seen, "cross_attention_states": torch.randn(BATCH, 7, 32),
+        "cross_attention_mask": torch.where(images, 0.0, torch.finfo(torch.float32).min) * some,
+        "full_text_row_masked_out_mask": some,
+    }  # fmt: skip
+    want, found = both(model, lambda: model(**inputs).logits)
+    assert_close(found[seen.bool()], want[seen.bool()])
+    labels = torch.where(seen.bool(), ids, -100)
+    labels[0, 4] = -100  # its logits are of padding
+    assert_gradients(model, **inputs, labels=labels)
+
+
 def test_float_masks():
     model = decoder("llama")
     ids, _ = tokens()
@@ -411,10 +442,29 @@ def test_dropout_is_refused_by_the_name_of_its_option():
         model.train()(input_ids=ids)
 
 
-def test_pages_are_refused():
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_continuous_batching(name, monkeypatch):
+    """Prompts of three lengths, of which the longest comes in parts, give the tokens that each gives alone."""
+    model = decoder(name)
+    prompts = [list(range(5, 8)), list(range(11, 24)), list(range(40, 45))]
+    options = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    want = [model.generate(torch.tensor([p]), generation_config=options)[0, len(p) :].tolist() for p in prompts]
+    model.set_attn_implementation("sartor")
+    calls = []
+    monkeypatch.setattr(ours, "_from_pages", lambda *args, real=ours._from_pages: calls.append(args) or real(*args))
+    pages = transformers.ContinuousBatchingConfig(page_size=4, num_blocks=32, max_batch_tokens=8)
+    found = model.generate_batch(
+        prompts, generation_config=options, continuous_batching_config=pages, progress_bar=False
+    )
+    assert [found[f"req_{i}"].generated_tokens for i in range(3)] == want
+    assert calls
+    assert model.config._attn_implementation == "sartor"
+
+
+def test_block_tables_are_refused():
     q = torch.randn(1, 2, 3, 8)
-    with pytest.raises(NotImplementedError, match="cache must be None"):
-        ours.attention_forward(torch.nn.Module(), q, q, q, None, cache=object())
+    with pytest.raises(NotImplementedError, match="block_table must be None"):
+        ours.attention_forward(torch.nn.Module(), q, q, q, None, cache=object(), block_table=torch.zeros(1, 1))
 
 
 def test_features_are_told_by_the_signature():

@@ -67,6 +67,37 @@ def test_sartor_is_asked_for_the_same_mask(mask: str) -> None:
         assert (theirs.materialize(2, 4, 16, 16) == mine).all()
 
 
+@pytest.mark.parametrize("mask", ["natten3", "dilated3", "relative", "dilated2+relative"])
+def test_scattered_masks_and_tables_are_those_of_their_definition(mask: str) -> None:
+    """The same for Sartor, FlexAttention and SDPA, in the pairs that count and the tiles that are visited."""
+    from sartor.lab.measure.providers import _flex_mask, _flex_score
+
+    w, n = workload(mask), 16
+    x = Inputs.make(w, torch.device("cpu"))
+    literal, (x0, y0) = np.zeros((n, n), bool), np.divmod(np.arange(n), 4)
+    cx, cy = x0.clip(1, 2), y0.clip(1, 2)
+    for i in range(n):
+        for j in range(n):
+            near = abs(cx[i] - x0[j]) <= 1 and abs(cy[i] - y0[j]) <= 1
+            step = int(mask[7]) if "dilated" in mask else 1
+            literal[i, j] = near if "natten" in mask else abs(i - j) % step == 0
+    found = options(w, x)
+    seen = torch.from_numpy(literal)
+    if "mask" in found:
+        assert torch.equal(found["mask"].materialize(1, 1, n, n)[0, 0], seen)
+        assert torch.equal(x.visible(w)[0, 0], seen)
+        places = torch.arange(n)
+        assert torch.equal(_flex_mask(w, x)(places[:1], places[:1], places[:, None], places), seen)
+    assert w.pairs == literal.sum()
+    hull = np.array([[r.argmax(), n - r[::-1].argmax()] for r in literal])
+    assert np.array_equal(np.stack(key_span(w.pattern, n, n), 1), hull)
+    if w.pattern.relative:
+        s = torch.zeros(1, 4, n, n)
+        at = [torch.arange(m).view(-1, *(1,) * (3 - i)) for i, m in enumerate((1, 4, n, n))]
+        assert torch.equal(_flex_score(w, x)(s, *at), x.added(w))
+        assert torch.equal(found["score"].fn(s, *at, found["score"].aux), x.added(w))
+
+
 def test_flops_follow_the_convention() -> None:
     square = workload("causal", sq=64, skv=64)
     assert square.flops == 4 * 2 * 4 * 64 * 64 * 8 / 2
@@ -97,6 +128,10 @@ def test_documents_cover_the_sequence_in_order(documents: int, seqlen: int) -> N
         ({"mask": "causal+document0"}, "positive number, .* got 'document0'"),
         ({"mask": "prefix0"}, "positive number, .* got 'prefix0'"),
         ({"mask": "softcap00"}, "positive number, .* got 'softcap00'"),
+        ({"mask": "natten0"}, "positive number, .* got 'natten0'"),
+        ({"mask": "natten4"}, "an odd N of at most the image's width 4, got 'natten4'"),
+        ({"mask": "natten3", "skv": 20}, "a square number, got .16, 20. with 'natten3'"),
+        ({"mask": "causal+dilated2"}, "go with scores alone, got 'causal.dilated2'"),
         ({"mode": "sideways"}, "got 'sideways'"),
         ({"heads_kv": 3}, "multiple of heads_kv"),
         ({"heads_kv": 0}, "heads_kv must be a positive number, got 0"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import buried
 import sartor
 from sartor import mods, testing
 from sartor.kernels import blocked, spans, torch_cpu
 from sartor.mods.core import interval
 
-LEAST = {d: torch.finfo(d).min for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def forward_and_gradients(q, k, v, dout, **options):
@@ -23,33 +24,15 @@ def forward_and_gradients(q, k, v, dout, **options):
 # ---- rows that an additive mask hides all keys from
 
 
-def hidden_rows(low, dtype):
-    """A bias (2, 1, 9, 13) as of a batch with a padded query in the first item and nothing but padding in the other."""
-    bias = torch.zeros(2, 1, 9, 13, dtype=dtype)
-    bias[0, 0, 4] = low
-    bias[1] = low
-    return bias
-
-
 @pytest.mark.parametrize("kernel", ["auto", "blocked"])
-@pytest.mark.parametrize("low", [-1e4, -1e9, "least"])
-@pytest.mark.parametrize("dtype", LEAST, ids=str)
+@pytest.mark.parametrize("low", buried.LOW)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_rows_that_a_bias_hides_all_keys_from(dtype, low, kernel):
     """lse cannot hold log(13) beside -1e9; weights still sum to 1. In the budget are no rounded scores."""
-    low = LEAST[dtype] if low == "least" else low
-    bias = hidden_rows(low, dtype)
+    bias = buried.bias(low, dtype, 9, 13)
     q, k, v = testing.make_inputs(2, 4, 2, 9, 13, 8, dtype=dtype, layout="bshd")
     dout = testing.make_like(q)
-    found = forward_and_gradients(q, k, v, dout, bias=bias, kernel=kernel)
-    with torch.no_grad():
-        exact = {"out": testing.reference(q, k, v, bias=bias)[0]}
-        lowp = {"out": testing.low_precision(q, k, v, bias=bias)[0]}
-        size, _ = testing.magnitudes(q, k, v, dout, bias=bias)
-    exact |= testing.reference_gradients(q, k, v, dout, bias=bias)
-    lowp |= testing.low_precision_gradients(q, k, v, dout, bias=bias)
-    for name, value in found.items():
-        factor = testing.FORWARD_FACTOR if name == "out" else testing.GRADIENT_FACTOR
-        testing.check(value, lowp[name], exact[name], factor, magnitude=size[name], name=name)
+    buried.judge(forward_and_gradients(q, k, v, dout, bias=bias, kernel=kernel), q, k, v, dout, bias=bias)
 
 
 # ---- PyTorch's kernels with something added to the scores
@@ -95,7 +78,7 @@ def test_added_to_scores(name):
     """Within budget in float32, and in the other dtypes where the kind of mask is another."""
     options = dict(ADDED[name])
     bias = options.pop("bias", None)
-    kinds = [torch.float32] if name not in ("window", "bias") else list(LEAST)
+    kinds = [torch.float32] if name not in ("window", "bias") else list(DTYPES)
     for dtype in kinds:
         q, k, v = testing.make_inputs(2, 4, 2, 300, 620, 8, dtype=dtype, layout="bshd")
         own = options if bias is None else options | {"bias": bias.to(dtype)}
@@ -160,7 +143,7 @@ def test_a_small_mask_is_looked_at_once(options, monkeypatch):
     assert all(torch.equal(first[n], second[n]) for n in first)
 
 
-@pytest.mark.parametrize("dtype", LEAST, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_hidden_keys_of_any_value(dtype, monkeypatch):
     """Beside rows without a key, whose lse is -inf. What is not finite is left to `blocked`, and only that."""
     left = []

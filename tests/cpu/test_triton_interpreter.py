@@ -21,11 +21,12 @@ import sys
 import pytest
 import torch
 
+import buried
 import dialects
 import sartor
 from samples import sample
 from sartor import mods, testing
-from sartor.kernels.spec import Tile
+from sartor.kernels.spec import Saved, Tile
 from sartor.kernels.triton import launch
 from sartor.problem import Call, Problem
 from sartor.tuning import table
@@ -303,19 +304,37 @@ def case_bias(shape):
     verify(*inputs(b=2, sq=34, skv=37), bias=normal(*shape), through_lse=True, **options)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def case_rows_biased_by_the_least_float32(causal):
-    """As padded queries are: lse is beyond float32 in the log2 domain. The row has no gradient, and spoils none."""
-    q, k, v = inputs(sq=40, skv=50)
-    bias = torch.zeros(40, 50)
-    bias[7] = torch.finfo(torch.float32).min
-    found = forward_and_gradients(q, k, v, bias=bias, causal=causal)
-    assert all(found[n].isfinite().all() for n in ("out", "dq", "dk", "dv"))
-    assert not found["dq"][:, 7].any()
-    bias[7] = -INF
-    without = forward_and_gradients(q, k, v, bias=bias, causal=causal)
-    for name in ("dk", "dv"):
-        assert torch.equal(found[name], without[name])
+@pytest.mark.parametrize("low", buried.LOW)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"sinks": normal(2) - 1e9}], ids=["full", "causal", "sinks"])
+def case_rows_that_a_bias_hides_all_keys_from(low, options):
+    """lse cannot hold the logarithm of 50 beside -1e9, nor finfo.min in the log2 domain; weights still sum to 1."""
+    q, k, v = inputs(b=2, sq=40, skv=50, dtype=FP32 if KERNEL == "fp32" else FP16)
+    options = options | {"bias": buried.bias(low, q.dtype, 40, 50)}
+    dout = testing.make_like(q)
+    buried.judge(forward_and_gradients(q, k, v, dout, **options), q, k, v, dout, **options)
+
+
+def case_rows_that_a_score_hides_all_keys_from():
+    q, k, v = inputs(sq=40, skv=50, dtype=FP32 if KERNEL == "fp32" else FP16)
+    options = {"score": mods.Score(lambda s, b, h, q, kv: mods.where(q % 3 == 1, s - 1e9, s))}
+    dout = testing.make_like(q)
+    buried.judge(forward_and_gradients(q, k, v, dout, **options), q, k, v, dout, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": normal(40, 1)}], ids=["plain", "bias"])
+def case_gradients_of_some_of_the_keys(options):
+    """With out and lse of all keys, as a ring has them: the weights of a row do not sum to 1."""
+    q, k, v = inputs(sq=40, skv=50, dtype=FP32 if KERNEL == "fp32" else FP16)
+    dout = testing.make_like(q)
+    out, lse = sartor.attention(q, k, v, return_lse=True, kernel=KERNEL, **options)
+    parts = []
+    for some in (slice(0, 20), slice(20, 50)):
+        call = Call(q, k[:, some], v[:, some], kernel=KERNEL, **options)
+        prepared = sartor.ops.prepare(call)
+        saved = Saved(out, lse, dout, None)
+        parts.append(sartor.ops._backward(prepared, prepared.operands(call), saved, shared_lse=True))
+    dk, dv = (torch.cat([getattr(g, name) for g in parts], 1) for name in ("dk", "dv"))
+    buried.judge({"out": out, "dq": parts[0].dq + parts[1].dq, "dk": dk, "dv": dv}, q, k, v, dout, **options)
 
 
 def case_overlapping_rows():

@@ -167,8 +167,9 @@ def test_hopper_candidates(dim):
     assert row.tile in found
 
 
-PLANNED = {"hopper_forward": 16, "hopper_fp32": 32, "fp32_forward": 32, "triton_forward": 16, "hopper_backward": 16,
-           "hopper_fp32_backward": 32, "fp32_backward": 32, "triton_backward": 16}  # fmt: skip
+PLANNED = {"hopper_forward": 16, "hopper_fp32": 32, "fp32_forward": 32, "triton_forward": 16,
+           "hopper_wide_backward": 16, "hopper_backward": 16, "hopper_fp32_backward": 32, "fp32_backward": 32,
+           "triton_backward": 16}  # fmt: skip
 
 
 @settings(deadline=None, max_examples=60)

@@ -48,7 +48,8 @@ Device.of = staticmethod(lambda device: replace(of(device), sm_count=2))  # each
 MASKS = ', {"mask": mods.document(*(torch.arange(n, device="cuda")[None] // 50 for n in (200, 330)))}, {"softcap": 3.0}'
 CASES = {
     "hopper_forward": {"dtype": "bfloat16", "dims": (40, 128, 256), "backward": False, "others": MASKS},
-    "hopper_backward": {"dtype": "bfloat16", "dims": (64, 96, 192), "backward": True, "others": ""},
+    "hopper_backward": {"dtype": "bfloat16", "dims": (64, 96, 192), "backward": True, "others": ', {"softcap": 3.0}'},
+    "hopper_wide_backward": {"dtype": "float16", "dims": (136, 256), "backward": True, "others": ""},
     "hopper_fp32": {"dtype": "float32", "dims": (64, 128), "backward": False, "others": MASKS},
     "hopper_fp32_backward": {"dtype": "float32", "dims": (64,), "backward": True, "others": ""},
 }

@@ -12,6 +12,7 @@ from sartor.checks import boolean, dense, is_integer, slopes, slopes_without_gra
 from sartor.compat.arguments import named, no_dropout
 from sartor.lengths.append import append
 from sartor.lengths.intervals import Cache, cached_table
+from sartor.lengths.pages import check_table, gather, write_back
 from sartor.mods.masks import ends_of, of_cache, packed_as
 from sartor.mods.scores import alibi_of_cache, packed_alibi
 
@@ -226,19 +227,27 @@ def flash_attn_with_kvcache(
             they are taken in as many parts as suit the GPU.
         rotary_interleaved: accepted; nothing depends on it.
         return_softmax_lse: return (out, lse), lse (batch, heads_q, seqlen_q).
-        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table: None; others raise NotImplementedError.
+        block_table: int32 or int64 (batch, pages of an item): then the caches are (pages, page_size, heads_kv, dim), of
+            any page size, and row b names the pages that item b's places lie in, -1 where there is none. Pages are
+            copied to a dense cache for the call, which costs a read and a write of all places that the table spans:
+            make it no wider than the longest item needs.
+        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad: None; others raise NotImplementedError.
 
     Returns:
         out (batch, seqlen_q, heads_q, dim).
     """
     missing = {
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
-        "cache_leftpad": cache_leftpad, "block_table": block_table,
+        "cache_leftpad": cache_leftpad,
     }  # fmt: skip
     for name, value in missing.items():
         if value is not None:
             raise NotImplementedError(f"{name} must be None, got {type(value).__name__}: it is not supported yet")
     _check_dims("batch, seqlen, heads, dim", q=q, k_cache=k_cache, v_cache=v_cache)
+    pages = k_cache, v_cache
+    if block_table is not None:
+        check_table("block_table", block_table, q.shape[0], k_cache, v_cache)
+        k_cache, v_cache = (gather("block_table", t, block_table) for t in pages)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.shape[0] != q.shape[0]:
             raise ValueError(f"{name} must have the batch of q, {q.shape[0]}, got batch {cache.shape[0]}")
@@ -264,6 +273,9 @@ def flash_attn_with_kvcache(
         score = alibi_of_cache(alibi_slopes, table[1])
     if k is not None and v is not None:  # the caches are written to when all else that is looked at here is right
         append(k_cache, v_cache, k, v, before)
+        if block_table is not None:
+            write_back(pages[0], block_table, k_cache, before, added)
+            write_back(pages[1], block_table, v_cache, before, added)
     return _attend_to_cache(q, k_cache, v_cache, mask=of_cache(table, ends), score=score, **options)
 
 

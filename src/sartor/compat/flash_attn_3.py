@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sartor.compat import flash_attn as two
+from sartor.compat.arguments import named
 
 Tensor = torch.Tensor
 Window = tuple[int | None, int | None]
@@ -149,8 +150,9 @@ def flash_attn_with_kvcache(
         cache_seqlens: an integer, or integers (batch,): places that are filled, before k and v are added. None: all.
         softmax_scale, causal, window_size, softcap, num_splits: as for `sartor.flash_attn_with_kvcache`.
         return_softmax_lse: return (out, lse); lse (batch, heads_q, seqlen_q), natural log.
+        page_table: as flash-attn 2's block_table.
         rotary_interleaved, max_seqlen_q, scheduler_metadata, pack_gqa, sm_margin: accepted; nothing depends on them.
-        qv, rotary_cos, rotary_sin, rotary_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_q,
+        qv, rotary_cos, rotary_sin, rotary_seqlens, cache_batch_idx, cache_leftpad, cu_seqlens_q,
             cu_seqlens_k_new, q_descale, k_descale, v_descale, attention_chunk: left out; others raise
             NotImplementedError.
 
@@ -158,14 +160,17 @@ def flash_attn_with_kvcache(
         out (batch, seqlen_q, heads_q, dim), or (out, lse).
     """
     _refuse(
-        qv=qv, page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+        qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
         rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         attention_chunk=attention_chunk,
     )  # fmt: skip
-    return two.flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, None,
+    return _cache_call(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, return_softmax_lse,
     )  # fmt: skip
+
+
+_cache_call = named({"block_table": "page_table"})(two.flash_attn_with_kvcache)
 
 
 def _refuse(**missing: Any) -> None:

@@ -152,7 +152,7 @@ class Local:
                 None if saved.dlse is None else saved.dlse[:, :, at.q].contiguous(),
             )  # fmt: skip
             prepared = ops.prepare(call)
-            sums.add(self, at, ops._backward(prepared, prepared.operands(call), rows))
+            sums.add(self, at, ops._backward(prepared, prepared.operands(call), rows, shared_lse=True))
 
 
 def _joined(row: list[Rectangle]) -> list[Rectangle]:

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from sartor.api import attention
 from sartor.mods.capture import Sizes
-from sartor.mods.core import Mask, Score
+from sartor.mods.core import Mask, Score, template
 from sartor.mods.expr import maximum, minimum
 from sartor.mods.intervals import BIG, none_full
 from sartor.mods.program import Program
@@ -92,6 +92,8 @@ def to_mask(block_mask: Any, sizes: Sizes) -> Mask | None:
         return block_mask
     if not isinstance(block_mask, BlockMask):
         return _made(block_mask, sizes)
+    if torch.compiler.is_compiling():
+        return _of_blocks(block_mask, sizes)
     known = _MASKS.setdefault(block_mask, {})
     if sizes not in known:
         if len(known) > 64:
@@ -130,10 +132,12 @@ def _of_blocks(blocks: BlockMask, sizes: Sizes) -> Mask | None:
     if mask_mod is noop_mask:
         return None if whole else _listed(blocks, sizes)
     made = _made(mask_mod, sizes)
-    if whole or Program.of(made, None)[0].is_interval_both_ways:
+    if whole or _is_exact(made):
         return made
     rows, cols = made.rows, made.cols
     by_row, by_column = _ends(blocks, "kv"), _ends(blocks, "q")
+    if torch.compiler.is_compiling():  # there the intervals of `made` are not at hand: those of blocks do
+        return _within(mask_mod, blocks, sizes)
     n = len(made.aux)
     return Mask(
         lambda b, h, q, kv, aux: made.keep(b, h, q, kv, aux[:n]),
@@ -147,13 +151,31 @@ def _of_blocks(blocks: BlockMask, sizes: Sizes) -> Mask | None:
     )  # fmt: skip
 
 
+def _is_exact(made: Mask) -> bool:
+    """Whether intervals say all of a mask."""
+    if torch.compiler.is_compiling():
+        return bool(_handle_is_exact(made.handle))
+    return bool(Program.of(made, None)[0].is_interval_both_ways)
+
+
+@torch.compiler.assume_constant_result
+def _handle_is_exact(handle: str) -> bool:
+    return bool(Program.of(template(handle), None)[0].is_interval_both_ways)
+
+
 def _listed(blocks: BlockMask, sizes: Sizes) -> Mask:
     """What is without a `mask_mod` keeps the pairs of its blocks."""
     size_q, size_kv = blocks.BLOCK_SIZE
     keep = blocks.to_dense().bool()  # (batch or 1, heads or 1, blocks of queries, blocks of keys)
+    return _within(lambda b, h, q, kv: keep[b, h, q // size_q, kv // size_kv], blocks, sizes)
+
+
+def _within(keep: Callable[..., Any], blocks: BlockMask, sizes: Sizes) -> Mask:
+    """A `mask_mod` of which the blocks say where it keeps none and where all."""
+    size_q, size_kv = blocks.BLOCK_SIZE
     by_row, by_column = _ends(blocks, "kv"), _ends(blocks, "q")
     return Mask(
-        lambda b, h, q, kv: keep[b, h, q // size_q, kv // size_kv],
+        keep,
         (),
         lambda b, h, q: tuple(t[b, h, q // size_q] for t in by_row),  # type: ignore[union-attr]
         None if by_column is None else lambda b, h, kv: tuple(t[b, h, kv // size_kv] for t in by_column),

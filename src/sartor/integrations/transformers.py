@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 NAME = "sartor"
+READ_BY_THE_MODEL = frozenset(["doge"])  # masks that enter scores of the model's own, and are left out if no tensors
 
 
 def register(name: str = NAME) -> None:
@@ -36,8 +38,30 @@ def register(name: str = NAME) -> None:
     from transformers import AttentionInterface  # type: ignore[import-not-found]
     from transformers.masking_utils import AttentionMaskInterface  # type: ignore[import-not-found]
 
-    AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, layer_mask)
+    for own in (name, f"paged|{name}"):
+        AttentionInterface.register(own, attention_forward)
+        AttentionMaskInterface.register(own, layer_mask)
+    _let_it_batch_continuously(name)
+
+
+def _let_it_batch_continuously(name: str) -> None:
+    """transformers 5.23 takes SDPA, eager and names with "flash" alone for continuous batching, by a closed list, and
+    moves a model to flash-attn where that is installed. A model that asks for ours keeps it."""
+    try:
+        from transformers.generation.continuous_batching import ContinuousBatchingManager as Manager
+    except ImportError:
+        return
+    theirs = getattr(Manager, "switch_to_cb_friendly_attn", None)
+    if theirs is None or name in getattr(theirs, "kept", ()):
+        return
+
+    @wraps(theirs)
+    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation not in switch.kept:  # type: ignore[attr-defined]
+            theirs(self, model, *args, **kwargs)
+
+    switch.kept = (name, f"paged|{name}", *getattr(theirs, "kept", ()))  # type: ignore[attr-defined]
+    Manager.switch_to_cb_friendly_attn = switch
 
 
 class LayerMask(BlockMask):
@@ -84,7 +108,7 @@ class LayerMask(BlockMask):
 
 def layer_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **options: Any
-) -> LayerMask | None:
+) -> LayerMask | Tensor | None:
     """The mask of a forward's layers; with the arguments of transformers' mask functions (`masking_utils.sdpa_mask`).
 
     Of its options the `mask_function`, the bool `attention_mask` (batch, up to kv_offset + kv_length) and
@@ -93,6 +117,10 @@ def layer_mask(
     Outside of torch.compile it waits for the device once where there is an `attention_mask`: one that marks no key as
     padding is no mask, and where padding lies at the ends, intervals say all.
     """
+    if getattr(options.get("config"), "model_type", "") in READ_BY_THE_MODEL:
+        return _pairs(
+            (batch_size, 1, q_length, kv_length), Place(q_length, kv_length, q_offset, kv_offset, None), options
+        )
     place = Place(q_length, kv_length, q_offset, kv_offset, options.get("device"))
     seen, together = _padding(options.get("attention_mask"), place)
     shape = (batch_size, 1, q_length, kv_length)
@@ -258,7 +286,8 @@ def attention_forward(
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
+    cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`sartor.attention` as transformers calls attention.
@@ -271,14 +300,17 @@ def attention_forward(
         s_aux: (heads_q,) sinks. position_bias: (1 or batch, heads_q, seqlen_q, seqlen_kv), added to the scores.
         sliding_window, cu_seq_lens_q, cu_seq_lens_k: as for flash attention; the window is read with the latter only,
             which otherwise is in the mask.
+        cache: the pages of continuous batching. New keys are written to them, and those of the batch's sequences are
+            copied from them, one after another, by transformers itself: a read and a write of each for a layer.
 
     Returns:
         (out (batch, seqlen_q, heads_q, dim_v), None): there are no attention weights.
     """
     if dropout:
         _refuse_dropout(module, dropout)
-    if kwargs.get("cache") is not None:
-        raise NotImplementedError(f"cache must be None, got {type(kwargs['cache']).__name__}: pages are not supported")
+    if cache is not None:
+        key, value, cu_seq_lens_k = _from_pages(module, key, value, cache, {"cu_seq_lens_k": cu_seq_lens_k, **kwargs})
+    assert not isinstance(cu_seq_lens_k, dict)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if query.shape[0] != key.shape[0]:
@@ -303,6 +335,16 @@ def attention_forward(
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.contiguous(), None
+
+
+def _from_pages(
+    module: Any, key: Tensor, value: Tensor, cache: Any, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys and values of all sequences of a batch, (1, heads, total, dim), and where each begins."""
+    if options.get("block_table") is not None:
+        raise NotImplementedError("block_table must be None, got a tensor: set max_blocks_per_request to 0")
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
+    return key, value, options["cu_seq_lens_k"]
 
 
 def _of_tensor(attention_mask: Tensor, position_bias: Tensor | None) -> tuple[dict[str, Any], Tensor | None]:

@@ -16,6 +16,7 @@ FORWARD = {
     "reference": "reference",
 }
 BACKWARD = {
+    "hopper_wide_backward": "hopper.wide_backward",
     "hopper_backward": "hopper.backward",
     "hopper_fp32_backward": "hopper.fp32_backward",
     "fp32_backward": "triton.fp32_backward",

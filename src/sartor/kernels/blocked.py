@@ -35,6 +35,7 @@ from sartor.features import (
     GQA,
     MASKS,
     SCORE,
+    SHARED_LSE,
     SINKS,
     TABLE_GRADIENT,
     TF32,
@@ -57,7 +58,7 @@ from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, allocate
 from sartor.problem import Problem
 
 Tensor = torch.Tensor
-FEATURES = MASKS | {F16, BF16, F32, F64, TF32, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC}
+FEATURES = MASKS | {F16, BF16, F32, F64, TF32, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC, SHARED_LSE}
 LOG2_E = math.log2(math.e)
 TILE = Tile(256, 512)  # the fastest on two AVX2 cores for 2 to 32 heads; the same for any batch, so that bits are too
 
@@ -322,7 +323,7 @@ class Sums:
         part = self.part
         q, dout, base, delta = (part.rows(t, span.i) for t in (part.q, self.dout, self.base, self.delta))
         total = None
-        if not resolved(base):
+        if not part.p.shared_lse and not resolved(base):
             base, total = State.of(part, q, span, block_n).normalizer
         dq = torch.zeros_like(q)
         for j, partial in span.tiles(block_n):

@@ -30,6 +30,7 @@ from sartor.features import (
     GQA,
     MASKS,
     SCORE,
+    SHARED_LSE,
     TABLE_GRADIENT,
     TF32,
     UNALIGNED,
@@ -44,7 +45,7 @@ from sartor.mods.tracing import four_dims
 from sartor.problem import Problem, wide
 
 Tensor = torch.Tensor
-FEATURES = MASKS | {F16, BF16, F32, F64, TF32, GQA, SCORE, UNALIGNED, DETERMINISTIC}
+FEATURES = MASKS | {F16, BF16, F32, F64, TF32, GQA, SCORE, UNALIGNED, DETERMINISTIC, SHARED_LSE}
 FULL, CAUSAL = Program(), Program.of(causal(), None)[0]
 FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # the binding takes 2 us less than torch.ops' operator
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

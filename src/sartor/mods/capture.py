@@ -28,7 +28,7 @@ class Capture(TorchFunctionMode):
         super().__init__()
         self.given = len(aux)
         self.aux: list[AuxValue] = list(aux)
-        self._found: dict[int, int] = {}
+        self.order: list[tuple[int, Any]] = []  # of each value that is kept: which it was, and by which indices read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and _has_symbol(args[1]):
@@ -38,14 +38,15 @@ class Capture(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _table(self, t: torch.Tensor) -> Expr:
-        if id(t) not in self._found:
-            self._found[id(t)] = len(self.aux)
-            self.aux.append(t)
-        return Expr("aux", (self._found[id(t)],))
+        for i in range(self.given, len(self.aux)):
+            if self.aux[i] is t:
+                return Expr("aux", (i,))
+        self.aux.append(t)
+        return Expr("aux", (len(self.aux) - 1,))
 
     def number(self, t: torch.Tensor) -> Expr:
         """A tensor without dims. One that lies on the host is the number that it holds."""
-        if t.device.type != "cpu" or t.requires_grad or type(t) is not torch.Tensor:
+        if torch.compiler.is_compiling() or t.device.type != "cpu" or t.requires_grad or type(t) is not torch.Tensor:
             return self._table(t)
         value = t.item()
         if isinstance(value, bool):
@@ -70,6 +71,7 @@ class Capture(TorchFunctionMode):
         Raises TypeError where a tensor is indexed by more or fewer indices than it has dims, or both ways.
         """
         places: dict[str, int] = {}
+        views: dict[int, tuple[int, Any]] = {}
         whole: set[int] = set()  # tables of which some index is no position: all are read as such
         nodes = [n for x in found for e in (x if isinstance(x, tuple) else (x,)) for n in e.nodes()]
         for n in (n for n in nodes if n.op == "gather"):
@@ -83,9 +85,10 @@ class Capture(TorchFunctionMode):
             if table in whole:
                 return e
             if e.text() not in places:
+                named = tuple((i.op, i.args[0]) for i in indices)
+                places[e.text()], views[len(self.aux)] = len(self.aux), (table, named)
                 with torch.enable_grad():
-                    places[e.text()] = len(self.aux)
-                    self.aux.append(_at_positions(self.aux[table], indices))  # type: ignore[arg-type]
+                    self.aux.append(at_positions(self.aux[table], named))  # type: ignore[arg-type]
             return Expr("aux", (places[e.text()],))
 
         found = [_each(x, lambda e: _rewritten(e, settled)) for x in found]
@@ -98,6 +101,7 @@ class Capture(TorchFunctionMode):
                 f"aux[{min(there & tables)}] must be read at the position or be indexed, got both: give it twice"
             )
         kept = [i for i in range(len(self.aux)) if i < self.given or i in there | tables]
+        self.order = [views.get(i, (i, None)) for i in kept]
         number = {old: new for new, old in enumerate(kept)}
         found = [_each(x, lambda e: _renumbered(e, number)) for x in found]
         return found, tuple(self.aux[i] for i in kept), frozenset(number[i] for i in tables)
@@ -141,10 +145,10 @@ def _has_symbol(args: Any) -> bool:
     return isinstance(args, Expr)
 
 
-def _at_positions(t: torch.Tensor, indices: tuple[Expr, ...]) -> torch.Tensor:
-    """A view of four dims (b, h, q, kv), of size 1 where no index names one."""
-    t = t[tuple(i.args[0] if i.op == "const" else slice(None) for i in indices)]
-    names = [i.args[0] for i in indices if i.op == "sym"]
+def at_positions(t: torch.Tensor, indices: tuple[tuple[str, Any], ...]) -> torch.Tensor:
+    """A view of four dims (b, h, q, kv), of size 1 where no index, ("sym", name) or ("const", number), names one."""
+    t = t[tuple(value if op == "const" else slice(None) for op, value in indices)]
+    names = [value for op, value in indices if op == "sym"]
     t = t.permute([names.index(n) for n in POSITIONS if n in names])
     return t[tuple(slice(None) if n in names else None for n in POSITIONS)]
 

@@ -17,18 +17,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 
+from sartor.mods import graph
 from sartor.mods.capture import POSITIONS, Capture, Sizes
 from sartor.mods.expr import Expr, Traced, evaluate
 from sartor.mods.intervals import BIG as BIG
 from sartor.mods.intervals import hull, meet, spans
 from sartor.mods.recent import Recent
+from sartor.mods.torch_names import name_of
 from sartor.mods.tracing import (
     AuxValue,
     aux_value,
@@ -46,7 +48,7 @@ AnyMod = TypeVar("AnyMod", bound="Mod")
 
 
 class Mod:
-    """What masks and scores share. They are made before torch.compile compiles what uses them."""
+    """What masks and scores share. One that is made while torch.compile compiles has its handle and tensors alone."""
 
     aux: tuple[AuxValue, ...]  # with captured tensors at the end
     name: str
@@ -56,17 +58,28 @@ class Mod:
     handle: str  # text that names all of the mod but the contents of its tensors
 
     def __post_init__(self) -> None:
-        kind = type(self).__name__.lower()
         if not isinstance(self.aux, tuple):
             raise TypeError(f"aux must be a tuple of numbers, functions or tensors, got {type(self.aux).__name__}")
+        if torch.compiler.is_dynamo_compiling():
+            graph.make(self)
+            return
         object.__setattr__(self, "aux", tuple(aux_value(i, a) for i, a in enumerate(self.aux)))
-        if torch.compiler.is_dynamo_compiling():  # a graph finds a mod by a handle that is there before it runs
-            raise RuntimeError(
-                f"{kind} must be made outside of what torch.compile compiles, and closed over or passed in"
-            )
         capture = Capture(self.aux)
         with capture.open():
             found = self._traced(len(self.aux))
+        self.settle(capture, found)
+
+    @classmethod
+    def empty(cls: type[AnyMod], **given: Any) -> AnyMod:
+        """A mod of which `settle` is to make what it is."""
+        mod = object.__new__(cls)
+        for f in fields(cls):  # type: ignore[arg-type]
+            object.__setattr__(mod, f.name, given.get(f.name, None if f.default is MISSING else f.default))
+        return mod
+
+    def settle(self, capture: Capture, found: list[Any]) -> None:
+        """Keep what its functions computed of symbols, over the values that were captured."""
+        kind = type(self).__name__.lower()
         found, aux, tables = capture.settle(found, self.sizes)
         for e in (e for x in found for e in (x if isinstance(x, tuple) else (x,))):
             portable(e, aux)  # or it says what is not
@@ -165,28 +178,27 @@ def lookup(handle: str, tensors: Iterator[torch.Tensor]) -> Any:
     """The mod that a compiled graph names by its handle, over the next of the tensors it carries; None for no name."""
     if not handle:
         return None
-    found = TEMPLATES.get(handle)
-    if found is None:
-        raise RuntimeError(f"this graph runs a mod that this process has not made: make its equal first, got {handle}")
+    found = template(handle)
     return found.with_tensors(list(islice(tensors, len(found.tensors))))
 
 
 def tensors_of(handle: str) -> int:
     """How many tensors the mod has that a compiled graph names by its handle."""
-    return len(TEMPLATES[handle].tensors) if handle else 0
+    return len(template(handle).tensors) if handle else 0
 
 
-class Named:
-    """A mod as a graph names it, which can be made while torch.compile compiles."""
-
-    def __init__(self, handle: str, tensors: list[torch.Tensor]) -> None:
-        self.handle, self.tensors = handle, tensors
+def template(handle: str) -> Any:
+    """The mod of this handle, over meta tensors."""
+    found = graph.MADE.get(handle) or TEMPLATES.get(handle)
+    if found is None:
+        raise RuntimeError(f"this graph runs a mod that this process has not made: make its equal first, got {handle}")
+    return found
 
 
 def over(template: AnyMod, *tensors: torch.Tensor) -> AnyMod:
     """The template over these tensors. It is made at import, so that graphs know its handle."""
     if torch.compiler.is_compiling():
-        return Named(template.handle, list(tensors))  # type: ignore[return-value]
+        return graph.fill(object.__new__(type(template)), template.handle, list(tensors))  # type: ignore[no-any-return]
     return template.with_tensors(list(tensors))
 
 
@@ -289,7 +301,23 @@ class Mask(Mod):
 
     __rand__, __ror__ = __and__, __or__
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`torch.logical_and`, `logical_or` and `logical_not`; and operators beside a tensor, where Dynamo traces."""
+        name = name_of(func)
+        first = args[0] if isinstance(args[0], Mask) else args[1]
+        if name in ("and", "rand", "logical_and", "bitwise_and"):
+            return first.__and__(args[1] if first is args[0] else args[0])
+        if name in ("or", "ror", "logical_or", "bitwise_or"):
+            return first.__or__(args[1] if first is args[0] else args[0])
+        if name in ("logical_not", "bitwise_not"):
+            return first.__invert__()
+        raise TypeError(f"a mask goes with `&`, `|`, `~` and torch's functions of these, got `{name}`")
+
     def __invert__(self) -> Mask:
+        if torch.compiler.is_dynamo_compiling():
+            return graph.combine("~", self)  # type: ignore[no-any-return]
+
         def keep(*position: Any) -> Any:
             found = self.keep(*position)
             return not found if isinstance(found, bool) else ~found
@@ -310,6 +338,8 @@ def _combine(x: Mask, y: Any, keep: Callable[..., Any], span: Callable[..., Any]
     if not isinstance(y, Mask):
         got = f"one of {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
         raise TypeError(f"mask `{sign}` expects another sartor.mods.Mask or a bool tensor, got {got}")
+    if torch.compiler.is_dynamo_compiling():
+        return graph.combine(sign, x, y)  # type: ignore[no-any-return]
     n = len(x.aux)
 
     def both(f: Any, g: Any, join: Callable[..., Any]) -> Callable[..., Any]:
@@ -390,6 +420,8 @@ class Score(Mod):
 
     def then(self, other: Score) -> Score:
         """This score first, the other one on its result."""
+        if torch.compiler.is_dynamo_compiling():
+            return graph.combine(">", self, other)  # type: ignore[no-any-return]
         n = len(self.aux)
 
         def fn(s: Any, b: Any, h: Any, q: Any, kv: Any, aux: Any) -> Any:

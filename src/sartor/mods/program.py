@@ -108,6 +108,23 @@ class Program:
         return _exact(self.rows) and _exact(self.cols)
 
     @cached_property
+    def buries(self) -> bool:
+        """Whether the score may move a whole row so far that lse cannot hold the logarithm of its sum beside it.
+
+        A bias of -1e9 or finfo.min in place of a mask does. So may what reads a tensor at a query or key, or at an
+        index, chooses between values, or has a large constant. Tensors of heads alone, as ALiBi's slopes, count as
+        small.
+        """
+        return self.score is not None and any(map(self._moves_far, self.score.nodes()))
+
+    def _moves_far(self, e: Expr) -> bool:
+        if e.op == "aux":
+            return bool({"q", "k"} & set(self.aux[e.args[0]].pattern.lower()))
+        if e.op == "const":
+            return bool(abs(e.args[0]) >= FAR)
+        return e.op in ("gather", "where", "minimum", "maximum")
+
+    @cached_property
     def reads_pairs(self) -> bool:
         """Whether the mask reads a tensor anew for every pair of query and key."""
         for e in self.keep.nodes() if self.keep is not None else ():
@@ -136,6 +153,7 @@ class Program:
         return hash(self.key)
 
 
+FAR = 2.0**12  # float32 holds fractions of 2^-11 beside it, which bfloat16's weights do not resolve
 _PROGRAMS = Recent(1024)  # by the handles of mask and score, and what they read
 
 

@@ -76,7 +76,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
     "sign": lambda x: where(x > 0, 1, where(x < 0, -1, 0)), "clamp": expr.clamp, "clip": expr.clamp,
     "clamp_min": maximum, "clamp_max": minimum, "maximum": maximum, "minimum": minimum,
     "max": _one_of_two("max", maximum), "min": _one_of_two("min", minimum), "where": where,
-    "logical_not": lambda x: ~x, "bitwise_not": lambda x: ~x,
+    **dict.fromkeys(("logical_not", "bitwise_not", "invert"), lambda x: Expr("invert", (x,))),  # `~` Dynamo lacks
     "float": partial(_cast, dtype=torch.float32), "double": partial(_cast, dtype=torch.float32),
     "half": partial(_cast, dtype=torch.float32), "bfloat16": partial(_cast, dtype=torch.float32),
     "int": expr.truncate, "long": expr.truncate, "trunc": lambda x: _OPERATORS["*"](expr.truncate(x), 1.0),
@@ -93,9 +93,15 @@ SAID = (
 )
 
 
+@torch.compiler.assume_constant_result  # where Dynamo traces, functions have no names
+def name_of(func: Any) -> str:
+    """A function of torch's, without the underlines of its operators."""
+    return getattr(func, "__name__", str(func)).strip("_")
+
+
 def on_symbols(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of torch's on symbolic values and tensors. Raises TypeError where it has no meaning here."""
-    name = getattr(func, "__name__", str(func)).strip("_")
+    name = name_of(func)
     found = KNOWN.get(name)
     if found is None:
         raise TypeError(f"`{name}` is not known in a mask or score function: {SAID}")

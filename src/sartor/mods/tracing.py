@@ -80,6 +80,9 @@ def trace(fn: Callable[..., Any], names: tuple[str, ...], n_aux: int) -> Any:
 def takes_aux(fn: Callable[..., Any], names: tuple[str, ...]) -> bool:
     """Whether a function asks for aux after the positions: by one more argument without a default, or by any number.
     Raises TypeError where it takes others than these."""
+    if torch.compiler.is_dynamo_compiling():  # which does not look into signatures
+        code = getattr(fn, "__code__", None)
+        return code is not None and code.co_argcount - len(fn.__defaults__ or ()) > len(names)  # type: ignore[attr-defined]
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # of builtins

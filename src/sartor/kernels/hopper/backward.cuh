@@ -22,6 +22,7 @@
 // MASK, TOLD, ORDERED, PERSISTENT (cuda/backward.cuh), SCORE (of scores: 0 no change, 1 one whose derivative is 1, 2 any), BF16; PREPROCESS
 // (whether `preprocess` is in this text too) and for it WIDE (whether out has float32).
 #pragma once
+#include "cuda/gradient.cuh"
 #include "cuda/wgmma.cuh"
 
 using Held = Staged<DIM, 64, WIDTH>;
@@ -140,30 +141,6 @@ DEVICE void bring_rows(u32 base, Task task, const float* from, float past, u32 p
     if (lane == 0) barrier_arrive(rings.tiles.full());
     rings.tiles.next();
   });
-}
-
-// A gradient's rows `row` and 8 on, this thread's, before `end`; whether something is not finite as it is stored
-DEVICE bool store(const float (&sum)[DIM / 2], u16* to, i64 by_row, float scale, int row, int end) {
-  bool lost = false;
-  UNROLL for (int r = 0; r < 2; r++) {
-    const int at = row + 8 * r;
-    u32 test = 0;  // stays 0 unless something is not finite
-    u16* place = to + at * by_row;
-    UNROLL for (int i = 0; i < COLUMNS / 8; i += 4) {  // four threads turn 4x4 words: 16 bytes each
-      u32 words[4];
-      UNROLL for (int b = 0; b < 4; b++) {
-        const int from = 4 * imin(i + b, COLUMNS / 8 - 1) + 2 * r;
-        words[b] = Half::pack(sum[from] * scale, sum[from + 1] * scale);
-        test = Half::add_zero_times(test, words[b]);
-      }
-      turn(words, threadIdx.x & 3);
-      const int column = 8 * (i + (threadIdx.x & 3));
-      if (at < end && column < COLUMNS)
-        *reinterpret_cast<uint4*>(place + column) = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-    lost |= at < end && test;
-  }
-  return lost;
 }
 
 struct Consumer : Worker {
@@ -373,8 +350,8 @@ struct Consumer : Worker {
     const Params& t = task.t;
     const int own = first() + row, end = task.held();
     bool lost = false;
-    if (DX) lost |= store(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale, own, end);
-    if (DY) lost |= store(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, 1.f, own, end);
+    if (DX) lost |= store_rows<Half, COLUMNS>(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale, own, end);
+    if (DY) lost |= store_rows<Half, COLUMNS>(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, 1.f, own, end);
     if (MASK) mark(lost, DX);  // dv alone comes after dk, whose marks stay
   }
 
@@ -471,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(128) round_dq(ROUND_DQ_PARAMETERS) 
     sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
   }
   u16* to = dq + flat / heads_q * dq_batch + flat % heads_q * dq_head;
-  bool lost = store(sum, to, dq_row, scale, 64 * slice + 16 * warp + (lane >> 2), seqlen_q);
+  bool lost = store_rows<Half, COLUMNS>(sum, to, dq_row, scale, 64 * slice + 16 * warp + (lane >> 2), seqlen_q);
 #if MASK
   lost = group_any(1, lost);
   if (threadIdx.x == 0) marks[flat * slices + slices - 1 - slice] = lost;

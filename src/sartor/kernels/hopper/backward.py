@@ -27,6 +27,7 @@ from sartor.features import (
     INTERVAL,
     PAIRS,
     SCORE,
+    SHARED_LSE,
     SINKS,
     TABLES,
     UNALIGNED_TABLES,
@@ -90,6 +91,7 @@ class HopperBackward(TritonBackward):
     family = "hopper"
     features = frozenset({
         F16, BF16, WIDE_OUT, GQA, SINKS, INTERVAL, PAIRS, SCORE, TABLES, INDEXED, UNALIGNED_TABLES, DETERMINISTIC,
+        SHARED_LSE,
     })  # fmt: skip
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
@@ -97,6 +99,8 @@ class HopperBackward(TritonBackward):
         why = launch.reasons(p, dev) + reasons(p, dev)
         if p.program.score is not None and mask_class(p) == "tensor":
             why.append(f"needs scores that read no table of queries and keys, got {p.score_name}")
+        elif p.program.buries:
+            why.append(f"needs scores whose sum lse can tell however low all of a row are, got {p.score_name}")
         if p.dim not in DIMS:
             why.append(f"needs head dims {DIMS[0]} to {DIMS[-1]}, multiples of 8, got {p.dim}")
         return why

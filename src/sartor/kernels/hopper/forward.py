@@ -66,7 +66,7 @@ class HopperForward:
 
     name = "hopper_forward"
     family = "hopper"
-    backwards = ("hopper_backward", "triton_backward")
+    backwards = ("hopper_wide_backward", "hopper_backward", "triton_backward")
     features = MASKS | {
         F16, BF16, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, BIAS_GRADIENT, TABLE_GRADIENT, UNALIGNED, DETERMINISTIC,
     }  # fmt: skip

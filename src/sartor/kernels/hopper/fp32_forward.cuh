@@ -248,7 +248,7 @@ struct Consumer : Worker {
     UNROLL for (int r = 0; r < 2; r++) {
       const float score = fabsf(softmax.top[r] * factor);
       const bool row = score + slack > HUGE_SCORE || off > fmaxf(score - slack, 1.f);
-      any |= f.real[r] && softmax.top[r] > -MOST && row;
+      any |= f.real[r] && (SCORE || softmax.top[r] > -MOST) && row;  // a bias of -MOST looks like no key
     }
     return any;
   }

@@ -29,6 +29,7 @@ from sartor.features import (
     GQA,
     MASKS,
     SCORE,
+    SHARED_LSE,
     SINKS,
     TABLE_GRADIENT,
     TF32,
@@ -57,7 +58,8 @@ def padded_rows(p: Problem) -> int:
 
 def rows(room: Room, space: torch.Tensor, name: str, p: Problem) -> torch.Tensor:
     """A float32 a row of the workspace, as (b, hq, sq)."""
-    return room.view(space, name, p.batch, p.heads_q, -(-p.seqlen_q // 16) * 16)[..., : p.seqlen_q]
+    flat = room.view(space, name)[: padded_rows(p)]
+    return flat.view(p.batch, p.heads_q, -(-p.seqlen_q // 16) * 16)[..., : p.seqlen_q]
 
 
 def dense_like(t: torch.Tensor) -> torch.Tensor:
@@ -67,7 +69,7 @@ def dense_like(t: torch.Tensor) -> torch.Tensor:
 
 
 OF_PRODUCTS = MASKS | {  # whatever is multiplied
-    WIDE_OUT, GQA, DIM_V, SINKS, SCORE, BIAS_GRADIENT, TABLE_GRADIENT, UNALIGNED, DETERMINISTIC,
+    WIDE_OUT, GQA, DIM_V, SINKS, SCORE, BIAS_GRADIENT, TABLE_GRADIENT, UNALIGNED, DETERMINISTIC, SHARED_LSE,
 }  # fmt: skip
 
 
@@ -96,7 +98,6 @@ class TritonBackward:
     name = "triton_backward"
     family = "triton"
     features = OF_PRODUCTS | {F16, BF16, F32, TF32}
-    gains = False  # whether a row's weights are divided by their sum, which lse is too coarse for where it is large
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What every Triton kernel needs; this one serves every dense problem."""
@@ -164,11 +165,12 @@ class TritonBackward:
         assert tile.then is not None
         shared = self._shared(plan, x, work["dout"], work)
         steps = [self._preprocess(p, saved, work)]
-        for step in (self._dkdv(p, tile, shared, work), self._dq(p, tile.then, shared, work)):
+        made = [self._dkdv(p, tile, shared, work), self._dq(p, tile.then, shared, work)]
+        for step in reversed(made) if self.gains(p) else made:  # dq sums the weights that dk and dv are made of
             steps += [step, step.careful(plan.device)] if self.marked(p) else [step]
         if p.bias_shape is not None:
             steps.append(self._dbias(p, tile, shared, work))
-        return steps + table_gradients.steps(p, tile, shared, work, self.gains)
+        return steps + table_gradients.steps(p, tile, shared, work, self.gains(p))
 
     def _shared(self, plan: Plan, x: Operands, dout: torch.Tensor, work: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The arguments that every kernel of the backward but `preprocess` takes."""
@@ -201,7 +203,7 @@ class TritonBackward:
         arguments = launch.PLAIN | shared | {
             "MASKED": codegen.masking(p.program, p.program.cols, always=True), "BOUNDED": uneven,
             "dk_ptr": work["dk"], "dv_ptr": work["dv"], "bad_kv_ptr": work["bad_kv"],
-            "GAINS": "given" if self.gains else None,
+            "GAINS": "given" if self.gains(p) else None,
             "dk_strides": launch.strides(work["dk"]), "dv_strides": launch.strides(work["dv"]),
             "COLS": codegen.build(p.program).cols, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         }  # fmt: skip
@@ -215,7 +217,7 @@ class TritonBackward:
         arguments = launch.PLAIN | shared | {
             "MASKED": masked, "BOUNDED": uneven or p.seqlen_q % tile.block_m != 0,
             "dq_ptr": work["dq"], "dq_strides": launch.strides(work["dq"]), "bad_q_ptr": work["bad_q"],
-            "sinks_ptr": work["sinks"], "GAINS": ("with sinks" if p.sinks else "summed") if self.gains else None,
+            "sinks_ptr": work["sinks"], "GAINS": self._summed(p),
             "ROWS": codegen.build(p.program).rows, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         }  # fmt: skip
         grid = p.batch * p.heads_q * -(-p.seqlen_q // tile.block_m)
@@ -228,7 +230,7 @@ class TritonBackward:
         uneven = p.seqlen_q % block_m != 0 or p.seqlen_kv % block_n != 0
         arguments = shared | {
             "dbias_ptr": work["dbias"], "BOUNDED": uneven, "OVER": over, "BLOCK_M": block_m, "BLOCK_N": block_n,
-            "GAINS": "given" if self.gains else None,
+            "GAINS": "given" if self.gains(p) else None,
         }  # fmt: skip
         grid = 1
         counts = p.batch, p.heads_q, -(-p.seqlen_q // block_m), -(-p.seqlen_kv // block_n)
@@ -273,6 +275,15 @@ class TritonBackward:
         dtables = table_gradients.gradients(plan.problem, w.made)
         return Gradients(w.made["dq"], w.made["dk"], w.made["dv"], w.made.get("dbias"), dsinks, dtables)
 
+    def gains(self, p: Problem) -> bool:
+        """Whether a row's weights are divided by their sum, which lse cannot hold beside the row's highest score."""
+        return p.program.buries
+
+    def _summed(self, p: Problem) -> str | None:
+        if not self.gains(p):
+            return None
+        return "of more keys" if p.shared_lse else "with sinks" if p.sinks else "summed"
+
     def marked(self, p: Problem) -> bool:
         """Whether the kernels mark tiles that a second launch computes again."""
         return p.program.keep is not None
@@ -297,12 +308,13 @@ class TritonBackward:
         return made | table_gradients.room(p, x.q.device)
 
     def room(self, p: Problem) -> Room:
-        """For delta, lse in the log2 domain, gains, and a mark a tile, which has 16 rows at least."""
+        """For delta, lse in the log2 domain, gains and behind them the rows' highest scores, and a mark a tile, which
+        has 16 rows at least."""
         marks = int(self.marked(p))
         return Room.of(
             delta=padded_rows(p),
             lse_log2=padded_rows(p),
-            gain=padded_rows(p) if self.gains else 0,
+            gain=(1 + (p.program.score is not None)) * padded_rows(p) if self.gains(p) else 0,
             bad_q=marks * p.batch * p.heads_q * -(-p.seqlen_q // 16),
             bad_kv=marks * p.batch * p.heads_kv * -(-p.seqlen_kv // 16),
         )
@@ -330,7 +342,7 @@ class TritonBackward:
         }
         delta = work["delta"]
         work["dlse"] = delta if saved.dlse is None else saved.dlse
-        work["gain"] = rows(room, space, "gain", p) if self.gains else delta
+        work["gain"] = rows(room, space, "gain", p) if self.gains(p) else delta
         work["sinks"] = delta if x.sinks is None else x.sinks
         for name in ("bad_q", "bad_kv"):
             work[name] = room.view(space, name, dtype=torch.int32) if self.marked(p) else delta

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from sartor.kernels.triton import launch, products, tiles
-from sartor.kernels.triton.gradients import gradient_tile, load_rows, row
+from sartor.kernels.triton.gradients import gradient_tile, load_rows, references, row
 
 
 @triton.jit(do_not_specialize=launch.RUNTIME)
@@ -46,6 +46,7 @@ def dbias_kernel(
         i_b = pid
     o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    lse_log2_ptr = references(lse_log2_ptr, gain_ptr, batch, heads_q, seqlen_q, SCORE, GAINS)
     for step in tl.range(0, n_b * n_h * n_m * n_n, num_stages=1):
         tile_n = i_n + step % n_n
         tile_m = i_m + step // n_n % n_m

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sartor.kernels.triton import launch, marks, products, tiles
 from sartor.kernels.triton.bounds import tile_bounds
-from sartor.kernels.triton.gradients import SECTION, gradient_tile, load_rows, row
+from sartor.kernels.triton.gradients import SECTION, gradient_tile, load_rows, references, row
 
 
 @triton.jit
@@ -141,6 +141,7 @@ def dkdv_kernel(
     base, begin, end, step = marks.share(
         tl.cdiv(seqlen_kv, BLOCK_N), heads_q // group * batch, AGAIN, 0 if KEEP is None else SECTION
     )  # fmt: skip
+    lse_log2_ptr = references(lse_log2_ptr, gain_ptr, batch, heads_q, seqlen_q, SCORE, GAINS)
     for i in tl.range(begin, end, step, num_stages=1):
         if marks.wanted(bad_kv_ptr + base + i, AGAIN):
             _dkdv_tile(

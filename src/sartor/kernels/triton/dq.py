@@ -7,7 +7,7 @@ import triton.language as tl
 
 from sartor.kernels.triton import launch, marks, products, tiles
 from sartor.kernels.triton.bounds import tile_bounds
-from sartor.kernels.triton.gradients import SECTION, gradient_tile, load_rows, row
+from sartor.kernels.triton.gradients import SECTION, gradients_of, load_rows, references, row, score_tile
 from sartor.kernels.triton.maths import LOG2_E
 
 
@@ -20,8 +20,12 @@ def _mainloop(
     DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr, GAINS: tl.constexpr,
 ):  # fmt: skip
-    """The mainloop: add the key tiles in [lo, hi) to dq; returned with the sums of the rows' weights, if GAINS."""
+    """The mainloop: add the key tiles in [lo, hi) to dq; returned with the sums of the rows' weights and what these are
+    relative to, if GAINS."""
     total = tl.zeros((BLOCK_M,), tl.float32)
+    high = lse
+    if GAINS is not None and SCORE is not None:
+        high = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the rows' highest scores so far
     o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     q_rows = i_m * BLOCK_M + o_m
     q = products.load(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, CHUNKS, True, PRECISION)
@@ -38,22 +42,32 @@ def _mainloop(
         dp = products.dot_nt(dout, v, CHUNKS_V, PRECISION)  # [M, DV] @ [DV, N] -> [M, N]
         partial = (start < full_lo) | (start + BLOCK_N > full_hi) | (MASKED == 2)
         rows_lse = products.resolved(lse, q_unit, k_unit, scale, DIM, PRECISION)
-        w, ds, draw, keep = gradient_tile(
-            s, dp, (q_unit, k_unit, dout_unit, v_unit), rows_lse[:, None], delta[:, None], None, partial, b, h,
-            q_rows[:, None], (start + o_n)[None, :], aux, seqlen_q, seqlen_kv, scale, factor,
-            KEEP, SCORE, DSCORE, PRESCALE, PRECISION, MASKED, BOUNDED, DIM, DIM_V, SAFE, GAINS,
+        scores = score_tile(
+            s, (q_unit, k_unit), partial, b, h, q_rows[:, None], (start + o_n)[None, :], aux, seqlen_q, seqlen_kv,
+            scale, factor, KEEP, SCORE, PRESCALE, PRECISION, MASKED, BOUNDED, DIM, SAFE,
+        )  # fmt: skip
+        if GAINS is not None and SCORE is not None:
+            higher = tl.maximum(high, tl.max(scores[1], 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            shrink = tl.exp2((high - base) * factor)
+            total, dq, high = total * shrink, tiles.scale_tile(dq, shrink[:, None], CHUNKS), higher
+            rows_lse = tl.where(rows_lse != rows_lse, rows_lse, base)  # NaN where pairs do not resolve the row
+        w, ds, draw, keep = gradients_of(
+            scores, dp, (dout_unit, v_unit), rows_lse[:, None], delta[:, None], None, b, h,
+            q_rows[:, None], (start + o_n)[None, :], aux, seqlen_q, seqlen_kv,
+            SCORE, DSCORE, PRECISION, BOUNDED, DIM_V, SAFE, GAINS,
         )  # fmt: skip
         if GAINS is not None:
             total += tl.sum(w, 1)
         if SAFE:
             k = tiles.finite_tile(k, CHUNKS)
         dq = products.add_dot(dq, draw, k, k_unit, CHUNKS, PRECISION, False)  # [M, N] @ [N, D] -> [M, D]
-    return dq, total
+    return dq, total, high
 
 
 @triton.jit
 def _dq_tile(
-    tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, sinks_ptr, bad_q_ptr,
+    tile, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, high_ptr, sinks_ptr, bad_q_ptr,
     units, aux,
     q_strides, k_strides, v_strides, dout_strides, dq_strides,
     heads_q, group, seqlen_q, seqlen_kv,
@@ -91,7 +105,7 @@ def _dq_tile(
     v_units = products.head_units(units, 2, head_kv, seqlen_kv, PRECISION)
     q_unit = products.unit_of(q_units, i_m * BLOCK_M, PRECISION)
     dout_unit = products.unit_of(dout_units, i_m * BLOCK_M, PRECISION)
-    dq, total = _mainloop(
+    dq, total, high = _mainloop(
         tiles.zeros(BLOCK_M, CHUNKS), lo, hi, full_lo, full_hi, q_base, dout_base, q_stride, dout_stride,
         lse, delta, i_m, k_base, v_base, k_stride, v_stride, (q_unit, k_units, v_units, dout_unit), aux, b, h,
         seqlen_q, seqlen_kv, scale, factor,
@@ -99,9 +113,21 @@ def _dq_tile(
         DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE, GAINS,
     )  # fmt: skip
     if GAINS is not None:
-        if GAINS == "with sinks":
+        if SCORE is not None:
+            base = high
+            if GAINS == "with sinks":
+                base = tl.maximum(high, tl.load(sinks_ptr + h).to(tl.float32))
+            base = tl.where(base == float("-inf"), 0.0, base)
+            shrink = tl.exp2((high - base) * factor)
+            total, dq = total * shrink, tiles.scale_tile(dq, shrink[:, None], CHUNKS)
+            if GAINS == "with sinks":
+                total += tl.exp2((tl.load(sinks_ptr + h).to(tl.float32) - base) * LOG2_E)
+            tl.store(high_ptr + rows + q_rows, base, mask=q_rows < seqlen_q)
+        elif GAINS == "with sinks":
             total += tl.exp2(tl.load(sinks_ptr + h).to(tl.float32) * LOG2_E - lse)
         gain = tl.where(total == 0.0, 1.0, 1.0 / total)
+        if GAINS == "of more keys":
+            gain = tl.exp2(base * LOG2_E - lse)
         tl.store(gain_ptr + rows + q_rows, gain, mask=q_rows < seqlen_q)
         dq = tiles.scale_tile(dq, gain[:, None], CHUNKS)
     dq = tiles.scale_tile(dq, scale, CHUNKS)
@@ -127,10 +153,11 @@ def dq_kernel(
     base, begin, end, step = marks.share(
         tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, AGAIN, 0 if KEEP is None else SECTION
     )  # fmt: skip
+    high_ptr = references(lse_log2_ptr, gain_ptr, batch, heads_q, seqlen_q, SCORE, GAINS)
     for i in tl.range(begin, end, step, num_stages=1):
         if marks.wanted(bad_q_ptr + base + i, AGAIN):
             _dq_tile(
-                base + i, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, sinks_ptr,
+                base + i, q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, high_ptr, sinks_ptr,
                 bad_q_ptr, units, aux, q_strides, k_strides, v_strides, dout_strides, dq_strides,
                 heads_q, group, seqlen_q, seqlen_kv,
                 scale, factor, KEEP, ROWS, SCORE, DSCORE, PRESCALE, MASKED, BOUNDED, PRECISION,

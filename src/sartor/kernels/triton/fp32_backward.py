@@ -34,7 +34,6 @@ class Fp32Backward(TritonBackward):
     name = "fp32_backward"
     family = "fp32"
     features = OF_PRODUCTS | {F32}
-    gains = True
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """As for the forward."""
@@ -78,7 +77,7 @@ class Fp32Backward(TritonBackward):
             steps += [again.careful(dev)] if p.program.keep is not None else []
         if p.bias_shape is not None:
             steps.append(self._dbias(p, _exact_dkdv(p, tile), plain, work))
-        return steps + table_gradients.steps(p, _exact_dkdv(p, tile), plain, work, self.gains)
+        return steps + table_gradients.steps(p, _exact_dkdv(p, tile), plain, work, self.gains(p))
 
     def notes(self, p: Problem) -> Iterable[str]:
         """Memory that a call takes besides its results."""
@@ -90,6 +89,10 @@ class Fp32Backward(TritonBackward):
         """Upper estimate of shared memory: pairs held and stepped over; score tiles stay in registers."""
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
         return 4 * (d + dv) * (held + stages * stepped) + 8192
+
+    def gains(self, p: Problem) -> bool:
+        """Always where the sum of a row's weights over these keys is 1; of more keys lse alone tells it."""
+        return p.program.score is not None or not p.shared_lse
 
     def marked(self, p: Problem) -> bool:
         """Always: tiles for which pairs are not accurate enough are computed again."""

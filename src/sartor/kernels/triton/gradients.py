@@ -28,16 +28,14 @@ def load_rows(lse_base, delta_base, rows, seqlen_q, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def gradient_tile(
-    s, dp, units, lse, delta, gain, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
-    KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, SAFE: tl.constexpr,
-    GAINS: tl.constexpr,
+def score_tile(
+    s, units, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
+    KEEP: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr, DIM: tl.constexpr, SAFE: tl.constexpr,
 ):  # fmt: skip
-    """(weights, d score, d raw score, keep) of a tile, to which q, kv, lse, delta and gain are broadcastable.
+    """(raw scores, scores, factor to log2, keep) of a tile, to which q and kv are broadcastable.
 
-    `units` are those of the factors of s, then of dp. `keep` is looked at where `partial`; SAFE also takes NaN out
-    of what the mask hides.
+    `units` are those of the factors of s. `keep` is looked at where `partial`.
     """
     if PRESCALE:
         s = products.times_regained(s, units[0], units[1], DIM, PRECISION) * scale
@@ -61,12 +59,30 @@ def gradient_tile(
                 if BOUNDED:
                     keep = keep & (q < seqlen_q) & (kv < seqlen_kv)
             x = tl.where(keep, x, float("-inf"))
-    # a weight is at most 1, however lse was rounded; where a gain corrects it, it may be a little more before
-    most = 0.0 if GAINS is None else 1.0
-    w = tl.exp2(tl.minimum(x * factor - lse, most, propagate_nan=tl.PropagateNan.ALL))
+    return s, x, factor, keep
+
+
+@triton.jit
+def gradients_of(
+    scores, dp, units, lse, delta, gain, b, h, q, kv, aux, seqlen_q, seqlen_kv,
+    SCORE: tl.constexpr, DSCORE: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, DIM_V: tl.constexpr,
+    SAFE: tl.constexpr, GAINS: tl.constexpr,
+):  # fmt: skip
+    """(weights, d score, d raw score, keep) of what `score_tile` found, to which lse, delta and gain are broadcastable.
+
+    `units` are those of the factors of dp. SAFE also takes NaN out of what the mask hides.
+    """
+    s, x, factor, keep = scores
+    query, key = valid(q, seqlen_q, BOUNDED), valid(kv, seqlen_kv, BOUNDED)
+    if GAINS is not None and SCORE is not None:  # lse is the row's highest score: the difference of large ones is exact
+        w = tl.exp2((x - lse) * factor)
+    else:
+        # a weight is at most 1, however lse was rounded; where a gain corrects it, it may be a little more before
+        most = 0.0 if GAINS is None else 1.0
+        w = tl.exp2(tl.minimum(x * factor - lse, most, propagate_nan=tl.PropagateNan.ALL))
     if GAINS == "given":
         w = w * gain
-    ds = w * (products.times_regained(dp, units[2], units[3], DIM_V, PRECISION) - delta)
+    ds = w * (products.times_regained(dp, units[0], units[1], DIM_V, PRECISION) - delta)
     draw = ds
     if DSCORE is not None:
         draw = ds * DSCORE(s, b, h, query, key, aux)
@@ -74,3 +90,29 @@ def gradient_tile(
         keep = tl.broadcast_to(keep, w.shape)
         w, ds, draw = tl.where(keep, w, 0.0), tl.where(keep, ds, 0.0), tl.where(keep, draw, 0.0)
     return w, ds, draw, keep
+
+
+@triton.jit
+def gradient_tile(
+    s, dp, units, lse, delta, gain, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
+    KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, SAFE: tl.constexpr,
+    GAINS: tl.constexpr,
+):  # fmt: skip
+    """`gradients_of` the scores of a tile; `units` are those of the factors of s, then of dp."""
+    scores = score_tile(
+        s, (units[0], units[1]), partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
+        KEEP, SCORE, PRESCALE, PRECISION, MASKED, BOUNDED, DIM, SAFE,
+    )  # fmt: skip
+    return gradients_of(
+        scores, dp, (units[2], units[3]), lse, delta, gain, b, h, q, kv, aux, seqlen_q, seqlen_kv,
+        SCORE, DSCORE, PRECISION, BOUNDED, DIM_V, SAFE, GAINS,
+    )  # fmt: skip
+
+
+@triton.jit
+def references(lse_log2_ptr, gain_ptr, batch, heads_q, seqlen_q, SCORE: tl.constexpr, GAINS: tl.constexpr):
+    """What weights are relative to: lse (log2), or behind the gains each row's highest score, as dq has found it."""
+    if GAINS is not None and SCORE is not None:
+        return gain_ptr + row(batch * heads_q, seqlen_q)
+    return lse_log2_ptr

@@ -22,7 +22,7 @@ if launch.available():
 
     from sartor.kernels.triton import codegen, products, tiles
     from sartor.kernels.triton.bounds import tile_bounds, valid
-    from sartor.kernels.triton.gradients import gradient_tile, load_rows, row
+    from sartor.kernels.triton.gradients import gradient_tile, load_rows, references, row
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def dtable_kernel(
@@ -50,6 +50,7 @@ if launch.available():
         q = tiles.load_tile(q_base, o_m, q_strides[2] * UNIT, left, DIM, CHUNKS, True)
         dout = tiles.load_tile(dout_base, o_m, dout_strides[2] * UNIT, left, DIM_V, CHUNKS_V, True)
         rows = row(head, seqlen_q)
+        lse_log2_ptr = references(lse_log2_ptr, gain_ptr, batch, heads_q, seqlen_q, SCORE, GAINS)
         lse, delta = load_rows(lse_log2_ptr + rows, delta_ptr + rows, q_rows, seqlen_q, True)
         gain = gain_ptr
         if GAINS is not None:

@@ -76,6 +76,7 @@ def of_sound(found: Found, names: list[str]) -> bool:
 JUDGED = {  # by test module
     "test_gpu_rungs": "rung", "test_gpu_fp32": "fp32", "test_gpu_hopper_fp32": "fp32",
     "test_gpu_hopper_backward": "hopper_backward", "test_gpu_hopper_forward": "hopper_forward",
+    "test_gpu_hopper_wide": "hopper_wide_backward",
 }  # fmt: skip
 
 

@@ -110,6 +110,11 @@ def options(w: Workload, x: Inputs) -> dict[str, Any]:
     if p.prefix:
         prefix = sartor.mods.prefix(p.prefix)
         mask = prefix if mask is None else mask & prefix
+    keep, table, last = p.scattered(w.seqlen_q), x.table, w.seqlen_kv - 1
+    if keep is not None:
+        mask = sartor.mods.Mask(keep)
+    if table is not None:
+        found["score"] = sartor.mods.Score(lambda s, b, h, q, kv: s + table[h, q - kv + last])
     if mask is not None or x.keep is not None:
         found["mask"] = x.keep if mask is None else mask
     return found
@@ -284,6 +289,9 @@ def _flex_mask(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
     if x.keep is not None:
         keep = x.keep[0, 0]
         parts.append(lambda b, h, q, kv: keep[q, kv])
+    scattered = p.scattered(w.seqlen_q)
+    if scattered is not None:
+        parts.append(scattered)
     if not parts:
         return None
     from torch.nn.attention.flex_attention import and_masks
@@ -293,7 +301,8 @@ def _flex_mask(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
 
 def _flex_score(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
     cap, bias, slopes, shift = w.pattern.softcap, x.bias, x.slopes, w.seqlen_kv - w.seqlen_q
-    if not cap and bias is None and slopes is None:
+    table, last = x.table, w.seqlen_kv - 1
+    if not cap and bias is None and slopes is None and table is None:
         return None
 
     def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -301,6 +310,8 @@ def _flex_score(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
             s = cap * torch.tanh(s / cap)
         if bias is not None:
             s = s + bias[0, h, q, kv]
+        if table is not None:
+            s = s + table[h, q - kv + last]
         if slopes is not None:
             s = s - slopes[h] * (q + shift - kv).abs()
         return s

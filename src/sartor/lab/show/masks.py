@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def of_workload(r: Record) -> torch.Tensor:
     """The weights of a record's mask and scores, made smaller: windows, prefixes, distances too."""
     shrink = r.seqlen_kv // SIDE
     text = re.sub(r"(window|prefix)(\d+)", lambda m: f"{m[1]}{max(1, int(m[2]) // shrink)}", r.mask)
+    text = re.sub(r"natten(\d+)", lambda m: f"natten{int(m[1]) // math.isqrt(shrink) | 1}", text)  # the image's width
     w = Workload(1, 1, 1, SIDE, SIDE, SIDE, SIDE, "float32", text)
     x = Inputs.make(w, torch.device("cpu"))
     if x.slopes is not None:

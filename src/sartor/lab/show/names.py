@@ -73,6 +73,8 @@ def mask(text: str) -> str:
         "causal": bool(p.causal), f"window of {p.window}": p.window, f"{p.document} documents": p.document,
         f"first {p.prefix} keys": p.prefix, "a bool for each pair": p.tensor, "a bias for each pair": p.bias,
         f"softcap {p.softcap:g}": p.softcap, "ALiBi": p.alibi,
+        f"NATTEN {p.natten} x {p.natten}": p.natten, f"dilated by {p.dilated}": p.dilated,
+        "relative table": p.relative,
     }  # fmt: skip
     said = ", ".join(word for word, holds in words.items() if holds)
     return (f"{said} (top left)" if p.causal == "top_left" else said) or "full"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sartor.lab.workloads import scattered
 from sartor.problem import DTYPES, name_of
 
 MODES = ("fwd", "bwd", "fwd_bwd", "decode")
@@ -18,7 +20,8 @@ FACTORS = {"fwd": 1.0, "decode": 1.0, "bwd": 2.5, "fwd_bwd": 3.5}  # matrix prod
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 PARTS = re.compile(
     r"full|causal|causal_top_left|window(?P<window>\d+)|document(?P<document>\d+)"
-    r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|alibi|bias|tensor"
+    r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|alibi|bias|tensor|relative"
+    r"|natten(?P<natten>\d+)|dilated(?P<dilated>\d+)"
 )
 
 
@@ -34,6 +37,9 @@ class Pattern:
     alibi: bool = False
     bias: bool = False
     tensor: bool = False
+    relative: bool = False  # a table of each head and distance, added to the scores
+    natten: int = 0  # width of the neighbourhood in a square image
+    dilated: int = 0  # from each key that is seen to the next
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
@@ -42,7 +48,10 @@ class Pattern:
         for part in text.split("+"):
             match = PARTS.fullmatch(part)
             if match is None:
-                known = "full, causal, causal_top_left, windowN, documentN, prefixN, softcapN, alibi, bias, tensor"
+                known = (
+                    "full, causal, causal_top_left, windowN, documentN, prefixN, nattenN, dilatedN, softcapN, alibi,"
+                    " relative, bias, tensor"
+                )
                 raise ValueError(f"mask part must be one of {known}, got {part!r}")
             numbers = {k: int(v) for k, v in match.groupdict().items() if v is not None}
             if 0 in numbers.values():
@@ -50,14 +59,20 @@ class Pattern:
             found |= numbers
             if part.startswith("causal"):
                 found["causal"] = "top_left" if part.endswith("left") else "bottom_right"
-            if part in ("alibi", "bias", "tensor"):
+            if part in ("alibi", "bias", "tensor", "relative"):
                 found[part] = True
         return cls(**found)
 
     @property
     def mask(self) -> Pattern:
         """What of it says who sees whom."""
-        return replace(self, softcap=0.0, alibi=False, bias=False)
+        return replace(self, softcap=0.0, alibi=False, bias=False, relative=False)
+
+    def scattered(self, seqlen: int) -> Callable[..., Any] | None:
+        """The part of it that is no interval of keys, as a function of FlexAttention's."""
+        if self.natten:
+            return scattered.natten(self.natten, seqlen)
+        return scattered.dilated(self.dilated) if self.dilated else None
 
     @property
     def plain(self) -> bool:
@@ -73,7 +88,7 @@ def document_ids(documents: int, seqlen: int) -> np.ndarray:
 
 
 def key_span(p: Pattern, sq: int, skv: int) -> tuple[np.ndarray, np.ndarray]:
-    """Interval of keys [lo, hi) that each query sees: all our patterns are intervals per query."""
+    """Interval of keys [lo, hi) outside which each query sees none; inside, all but of scattered patterns."""
     q = np.arange(sq, dtype=np.int64)
     lo, hi = np.zeros(sq, np.int64), np.full(sq, skv, np.int64)
     diagonal = q + (0 if p.causal == "top_left" else skv - sq)
@@ -87,6 +102,10 @@ def key_span(p: Pattern, sq: int, skv: int) -> tuple[np.ndarray, np.ndarray]:
         keys, queries = document_ids(p.document, skv), document_ids(p.document, sq)
         lo = np.maximum(lo, np.searchsorted(keys, queries, side="left"))
         hi = np.minimum(hi, np.searchsorted(keys, queries, side="right"))
+    keep = p.scattered(sq)
+    if keep is not None:
+        first, last, _ = scattered.hull(keep, sq, skv)
+        lo, hi = np.maximum(lo, first), np.minimum(hi, last)
     return lo, np.maximum(lo, hi)
 
 
@@ -124,6 +143,11 @@ class Workload:
         if self.pattern.document and self.seqlen_q != self.seqlen_kv:
             lengths = f"{self.seqlen_q} and {self.seqlen_kv}"
             raise ValueError(f"mask documentN needs as many queries as keys, got {lengths} with {self.mask!r}")
+        p = self.pattern
+        if p.natten:
+            scattered.refuse(p.natten, (self.seqlen_q, self.seqlen_kv), self.mask)
+        if p.scattered(self.seqlen_q) and replace(p.mask, natten=0, dilated=0) != Pattern():
+            raise ValueError(f"masks nattenN and dilatedN go with scores alone, got {self.mask!r}")
 
     @cached_property
     def pattern(self) -> Pattern:
@@ -136,6 +160,9 @@ class Workload:
         p, sq, skv = self.pattern, self.seqlen_q, self.seqlen_kv
         if p.causal and sq == skv and replace(p.mask, causal="", tensor=False) == Pattern():
             return sq * skv / 2
+        keep = p.scattered(sq)
+        if keep is not None:
+            return float(scattered.hull(keep, sq, skv)[2])
         lo, hi = key_span(p, sq, skv)
         return float((hi - lo).sum())
 
@@ -193,6 +220,7 @@ class Inputs:
     slopes: torch.Tensor | None = None  # (hq,) float32, ALiBi's
     bias: torch.Tensor | None = None  # (1, hq, sq, skv)
     keep: torch.Tensor | None = None  # (1, 1, sq, skv) bool
+    table: torch.Tensor | None = None  # (hq, sq + skv - 1), read at q - kv + skv - 1
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -213,6 +241,8 @@ class Inputs:
             self.bias = empty(1, w.heads_q, w.seqlen_q, w.seqlen_kv)
         if p.tensor:
             self.keep = empty(1, 1, w.seqlen_q, w.seqlen_kv, dtype=torch.bool)
+        if p.relative:
+            self.table = empty(w.heads_q, w.seqlen_q + w.seqlen_kv - 1)
         return self
 
     @classmethod
@@ -240,6 +270,9 @@ class Inputs:
         if p.bias:
             full = (1, w.heads_q, w.seqlen_q, w.seqlen_kv)
             self.bias = torch.randn(full, generator=g, device=device, dtype=w.torch_dtype)
+        if p.relative:
+            distances = (w.heads_q, w.seqlen_q + w.seqlen_kv - 1)
+            self.table = torch.randn(distances, generator=g, device=device, dtype=w.torch_dtype)
         if p.tensor:
             self.keep = (
                 torch.rand(w.seqlen_q, w.seqlen_kv, generator=g, dtype=torch.float32, device=device)[None, None] < 0.9
@@ -252,6 +285,9 @@ class Inputs:
             lo, hi = (torch.from_numpy(x).to(self.q.device) for x in key_span(w.pattern, w.seqlen_q, w.seqlen_kv))
             key = torch.arange(w.seqlen_kv, device=self.q.device)
             inside = ((key >= lo[:, None]) & (key < hi[:, None]))[None, None]
+            scattered_one = w.pattern.scattered(w.seqlen_q)
+            if scattered_one is not None:
+                inside = inside & scattered_one(0, 0, torch.arange(w.seqlen_q, device=key.device)[:, None], key)
             self.cache["visible"] = inside if self.keep is None else inside & self.keep
         if w.pattern.mask == Pattern():
             return None
@@ -259,10 +295,15 @@ class Inputs:
 
     def added(self, w: Workload) -> torch.Tensor | None:
         """What is added to the scores, (1, hq, sq, skv) in the inputs' dtype, for who takes nothing smaller."""
-        if self.slopes is None:
+        if self.slopes is None and self.table is None:
             return self.bias
         if "added" not in self.cache:
             q, kv = (torch.arange(n, device=self.q.device) for n in (w.seqlen_q, w.seqlen_kv))
+            if self.table is not None:
+                read = self.table[:, q[:, None] - kv + w.seqlen_kv - 1][None]
+                self.cache["added"] = read if self.bias is None else read + self.bias
+                return self.cache["added"]
+            assert self.slopes is not None
             distance = (q[:, None] + (w.seqlen_kv - w.seqlen_q) - kv).abs()
             alibi = -(self.slopes.view(1, -1, 1, 1) * distance).to(self.q.dtype)
             self.cache["added"] = alibi if self.bias is None else alibi + self.bias

@@ -1,0 +1,29 @@
+"""Rows that an additive mask hides all keys from: biased by a finite minus infinity, beside which lse holds no sum."""
+
+import torch
+
+from sartor import testing
+
+LOW = [-1e4, -1e9, "least"]  # "least": of the dtype
+
+
+def bias(low, dtype, sq, skv, device="cpu"):
+    """(2, 1, sq, skv) as of a batch with a padded query in the first item and nothing but padding in the other."""
+    rows = torch.zeros(2, 1, sq, skv, dtype=dtype, device=device)
+    low = torch.finfo(dtype).min if low == "least" else low
+    rows[0, 0, 4] = low
+    rows[1] = low
+    return rows
+
+
+def judge(found, q, k, v, dout, **options):
+    """That `found`, out, dq, dk and dv by name, is within the budgets; no rounding of scores is granted beside them."""
+    with torch.no_grad():
+        exact = {"out": testing.reference(q, k, v, **options)[0]}
+        lowp = {"out": testing.low_precision(q, k, v, **options)[0]}
+        size, _ = testing.magnitudes(q, k, v, dout, **options)
+    exact |= testing.reference_gradients(q, k, v, dout, **options)
+    lowp |= testing.low_precision_gradients(q, k, v, dout, **options)
+    for name in ("out", "dq", "dk", "dv"):
+        factor = testing.FORWARD_FACTOR if name == "out" else testing.GRADIENT_FACTOR
+        testing.check(found[name], lowp[name], exact[name], factor, magnitude=size[name], name=name)
