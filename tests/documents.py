@@ -33,7 +33,6 @@ def masks(sq: int, skv: int, device: str) -> dict[str, dict[str, Any]]:
         "pieces of documents": {"mask": mods.document(*pieces)},
         "lengths": {"mask": mods.prefix(lengths.view(2)), "causal": True},
         "lengths of heads": {"mask": mods.Mask(lambda b, h, q, kv, aux: kv < aux[0], (of_heads,))},
-        "tensor": {"mask": torch.rand(2, 1, sq, skv, generator=generator).to(device) < 0.8, "causal": "top_left"},
         "pairs": {"mask": mods.Mask(lambda b, h, q, kv: (q + 2 * kv) % 5 != 0), "causal": True},
     }
 

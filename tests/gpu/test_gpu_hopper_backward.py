@@ -73,8 +73,6 @@ PACKED = sorted(documents.packed(300, 300, "cpu"))
 @pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (64, True), (96, False), *WAYS.values()])
 @pytest.mark.parametrize("name", TOLD)
 def test_intervals_from_tables(name, dim, deterministic):
-    if name == "tensor" and (deterministic or dim not in (64, 128)):
-        pytest.skip("one sweep takes tensors")
     check(*inputs(d=dim), deterministic=deterministic, **documents.masks(600, 700, "cuda")[name])
 
 

@@ -79,7 +79,6 @@ ORDERED = PARAMS.followed_by(
 ORDER = Params("order_blocks", order="int*", **LENGTHS, batch="int")
 MAPPED = ("held_x", "held_y", "x", "y")  # parameters
 DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
-FUSED = (64, 128)  # head dims of which one sweep makes all gradients
 BOTH = 128  # columns of which registers hold dk and dv
 CHANGE = 32  # registers that a change of scores takes
 AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
@@ -97,16 +96,11 @@ class HopperBackward(TritonBackward):
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need."""
-        why = launch.reasons(p, dev) + arch.reasons(p, dev)
+        why = launch.reasons(p, dev) + reasons(p, dev)
         if p.program.score is not None and mask_class(p) == "tensor":
             why.append(f"needs scores that read no table of queries and keys, got {p.score_name}")
         elif p.program.buries:
             why.append(f"needs scores whose sum lse can tell however low all of a row are, got {p.score_name}")
-        if p.program.reads_pairs and not fused(p):
-            why.append(
-                f"needs head dim {' or '.join(map(str, FUSED))} and no order of sums for a mask that reads a table of"
-                f" queries and keys, got {p.dim}, deterministic={p.deterministic} and {p.mask_name}"
-            )
         if p.dim not in DIMS:
             why.append(f"needs head dims {DIMS[0]} to {DIMS[-1]}, multiples of 8, got {p.dim}")
         return why
@@ -156,6 +150,14 @@ def tidy(p: Problem, dout: torch.Tensor) -> torch.Tensor:
     return dout if fine else dout.clone(memory_format=torch.contiguous_format)
 
 
+def reasons(p: Problem, dev: Device) -> list[str]:
+    """What every backward of this kind needs of the machine, the lengths and masks."""
+    why = arch.reasons(p, dev)
+    if p.program.reads_pairs:
+        why.append(f"needs a mask that reads no table of queries and keys, got {p.mask_name}")
+    return why
+
+
 def mask(p: Problem) -> int:
     """Of the macros of cuda/backward.cuh: 0 none, 1 an interval of every row and column, 2 any."""
     return 0 if p.program.keep is None else 1 if p.program.is_interval_both_ways else 2
@@ -179,7 +181,7 @@ def change(p: Problem) -> int:
 
 def fused(p: Problem) -> bool:
     """Whether one sweep makes dk, dv and dq: its parts of dq are cut to these head dims."""
-    return p.dim in FUSED and not p.deterministic
+    return p.dim in (64, 128) and not p.deterministic
 
 
 def sums(p: Problem) -> int:

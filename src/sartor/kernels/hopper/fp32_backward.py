@@ -67,9 +67,7 @@ class HopperFp32Backward(Fp32Backward):
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need, beside what pairs do."""
-        why = super().why_not(p, dev) + arch.reasons(p, dev)
-        if p.program.reads_pairs:
-            why.append(f"needs a mask that reads no table of queries and keys, got {p.mask_name}")
+        why = super().why_not(p, dev) + hopper_backward.reasons(p, dev)
         if max(p.dim, p.dim_v) not in DIMS:
             why.append(f"needs head dims of which the wider is {DIMS[0]} to {DIMS[-1]}, got {p.dim} and {p.dim_v}")
         return why
