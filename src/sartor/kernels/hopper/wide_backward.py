@@ -104,7 +104,7 @@ class WideBackward(HopperBackward):
         key = launch.key(saved)
         ready: Any = plan.cache.get(("hopper", key))
         if ready is None:
-            ready = plan.cache["hopper", key] = WideReady.of(plan.problem, x, saved, key)
+            ready = plan.cache["hopper", key] = WideReady.of(plan.problem, x, saved, key, plan.device.sm_count or 1)
         return ready.run(plan, x, saved)  # type: ignore[no-any-return]
 
     def notes(self, p: Problem) -> Iterable[str]:
@@ -321,14 +321,14 @@ class WideReady(Ready):
     """The launches of one call key."""
 
     @classmethod
-    def of(cls, p: Problem, x: Operands, saved: Saved, key: object) -> WideReady:
+    def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> WideReady:
         """Everything that the launches of a plan need."""
         dout, out = tidy(p, saved.dout), tidy_out(saved.out)
         tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
         tensors |= {f"d{name}": dense_like(tensors[name]) for name in ("q", "k", "v")}
         reads = any(isinstance(value, torch.Tensor) for value in x.aux)
         aux = {} if reads else expressions.arguments(x.aux, p.program)
-        cuts = Cuts(p, skew(p, x.aux), Device.of(x.q.device).sm_count or 1)
+        cuts = Cuts(p, skew(p, x.aux), sms)
         first, second = OfKeys(p).compile(), OfQueries(p).compile()
         steps = [(Step.preprocess(cast(Any, OfKeys(p)), first, out, dout), False)]
         for piece in cuts.pieces:
