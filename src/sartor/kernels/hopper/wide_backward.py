@@ -132,6 +132,11 @@ def no_room(p: Problem, dev: Device) -> list[str]:
     fit = cutting.pieces(shape, limit, sms)
     if len(fit) == 1:
         return []
+    if fit and fit[0].tiles < shape.keys and p.program.keep is not None and shape.skew == cutting.NONE:
+        return [
+            f"needs gradients of scores of whole heads in {limit >> 20} MiB where a mask is not causal, "
+            f"got {p.mask_name} of {p.seqlen_q} queries and {p.seqlen_kv} keys"
+        ]
     wanted = cutting.pieces(shape, 1 << 60, sms)
     if fit and shape.time(fit, sms) <= WORTH * shape.time(wanted, sms):
         return []
