@@ -73,11 +73,14 @@ def test_reasons():
         (problem(dtype=torch.float32), "got torch.float32"),
         (problem(mask=torch.empty(1000, dtype=torch.bool, device="meta")), "one interval"),
         (problem(batch=1, heads=(1, 1), n=(65536, 65536)), "272 MiB, got 1 heads of 65536 queries"),
+        (problem(batch=1, heads=(8, 8), n=(16384, 16384), window=(100, 0)), "whole heads in 272 MiB"),
     ):
         assert any(words in why for why in plan.against(SPEC.name, p, DEVICE)), words
     for options in ({}, {"causal": "top_left"}, {"window": (100, 3)}, {"heads": (6, 2)}, {"deterministic": True}):
         assert plan.against(SPEC.name, problem(**options), DEVICE) == []
         assert plan.choose_backward(problem(**options), DEVICE).kernel.name == SPEC.name
+    for options in ({}, {"causal": True}):
+        assert plan.against(SPEC.name, problem(batch=1, heads=(8, 8), n=(16384, 16384), **options), DEVICE) == []
     assert plan.choose_backward(problem(softcap=2.0), DEVICE).kernel.name == "hopper_backward"
     assert any("8.0" in why for why in plan.against(SPEC.name, problem(), ARCHITECTURES[80]))
 

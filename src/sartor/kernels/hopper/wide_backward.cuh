@@ -308,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide_dkdv(WIDE_DKDV_PARAMET
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
   const Piece piece = piece_of(t, n);
-  const Place at = locate<MASK>(blockIdx.x, {1, 1, 0, 0, piece.count, int(gridDim.x), TOGETHER_A});
+  const Place at = locate<MASK>(blockIdx.x, {1, 1, 0, 0, piece.count, int(gridDim.x), SECTION});
   const int flat = first_head + at.batch;  // causal: the longest are the first keys
   const Task task = {t, n, aux, flat / heads_kv, flat % heads_kv, 64 * (first_tile + piece.count - 1 - at.tile)};
   const auto bring = [&](int warp) {

@@ -67,7 +67,6 @@ DQ = Params(
 DIMS = range(64, 257, 8)
 WORTH = 1.3  # times as long as without a limit of the workspace it may take: eight products are 1.6
 KEPT = 12  # steps of 16 columns that registers hold beside the sums of 256
-TOGETHER = 16
 FOLDS = 2  # blocks a SM, up to which tiles from either end are one's
 
 
@@ -133,6 +132,11 @@ def no_room(p: Problem, dev: Device) -> list[str]:
     fit = cutting.pieces(shape, limit, sms)
     if len(fit) == 1:
         return []
+    if fit and fit[0].tiles < shape.keys and p.program.keep is not None and shape.skew == cutting.NONE:
+        return [
+            f"needs gradients of scores of whole heads in {limit >> 20} MiB where a mask is not causal, "
+            f"got {p.mask_name} of {p.seqlen_q} queries and {p.seqlen_kv} keys"
+        ]
     wanted = cutting.pieces(shape, 1 << 60, sms)
     if fit and shape.time(fit, sms) <= WORTH * shape.time(wanted, sms):
         return []
@@ -207,7 +211,7 @@ class OfKeys(Config):
         return self.common() | {
             "GROUPS": 1, "KEYS": 1, "BLOCK": 64, "TOLD": 0, "ORDERED": 0, "PERSISTENT": 0,
             "DIM_V": self.dims[1], "COLUMNS_QK": p.dim, "COLUMNS": p.dim_v,
-            "WIDTH_V": self.widths[1], "STAGES_Q": stages_q, "STAGES_O": stages_o, "KEPT": KEPT, "TOGETHER_A": TOGETHER,
+            "WIDTH_V": self.widths[1], "STAGES_Q": stages_q, "STAGES_O": stages_o, "KEPT": KEPT,
             "PREPROCESS": 1, "FUSED": 0, "WIDE": int(p.out_dtype == torch.float32),
         } | self.laid_out(stages_q, stages_o).defines()  # fmt: skip
 
