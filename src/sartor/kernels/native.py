@@ -57,7 +57,8 @@ def attend(plan: Plan, x: Operands) -> Tensor | None:
     masked = is_causal or added is not None
     if not torch_cpu.sound(lse) or not resolved(lse) or (masked and not finite(out.detach())):
         return None
-    out.grad_fn.register_hook(_mend_masked if is_causal or p.program.keep is not None else _mend)
+    node: Any = out.grad_fn
+    node.register_hook(_mend_masked if is_causal or p.program.keep is not None else _mend)
     return out if given else out.transpose(1, 2)
 
 
