@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from sartor.device import Device
+from sartor.kernels.native import NO_SECOND, Last
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost
 from sartor.mods.core import lookup, tensors_of
 from sartor.mods.recent import Recent
@@ -23,7 +24,6 @@ from sartor.plan import advice, choose, choose_backward
 from sartor.problem import Call, Problem, Template, aux_values, wide
 
 Tensor = torch.Tensor
-NO_SECOND = "sartor.attention has no second derivative: expected no gradient of its gradients"
 
 
 @dataclass(slots=True)
@@ -35,6 +35,7 @@ class Prepared:
     forward: Plan
     template: Template
     any_layout: bool  # whether the forward kernel takes and gives layout bhsd too
+    attend: Any = None  # the forward kernel with a node of PyTorch's own behind it, of kernels that have one
     backwards: dict[tuple[bool, bool], Plan] = field(default_factory=dict)  # by what `backward_plan` looks at
     layouts: tuple[Any, ...] = ()  # strides, and offset from 16 bytes, of what autograd saves: for all calls of the key
 
@@ -83,7 +84,9 @@ def prepare(call: Call) -> Prepared:
         forward = own(choose(problem, device))
         if sentence := advice(problem, device, forward):
             _warn_once(sentence)
-        found = Prepared(problem, device, forward, template, getattr(forward.kernel, "any_layout", False))
+        kernel: Any = forward.kernel
+        own_node = getattr(kernel, "attend", None)
+        found = Prepared(problem, device, forward, template, getattr(kernel, "any_layout", False), own_node)
         _PREPARED.add(key, found)
     return found
 
@@ -97,6 +100,11 @@ def run(call: Call, lse: bool) -> tuple[Tensor, Any]:
     """out, in the layout of the call, and lse if it is wanted; differentiable, by the cheap route."""
     prepared = prepare(call)
     if torch.is_grad_enabled() and call.needs_gradient:
+        if not lse and prepared.attend is not None:
+            x = prepared.operands(call, False)
+            direct: Any = prepared.attend(prepared.forward, x)
+            if direct is not None:
+                return (direct if x.layout == call.layout else direct.transpose(1, 2)), None
         call_, given = call.bshd(), "bshd"
         tables = call.score.tensors if call.table_gradients else ()  # type: ignore[union-attr]
         out, found = _apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared, *tables)
@@ -186,7 +194,7 @@ class _Attention(torch.autograd.Function):
                 g = _backward(ctx.prepared, x, saved)
 
             def last(t: Any) -> Any:
-                return None if t is None else _Last.apply(t.requires_grad_(), dout, q, k, v)
+                return None if t is None else Last.apply(t.requires_grad_(), dout, q, k, v)
 
             dq, dk, dv, dbias, dsinks = map(last, (g.dq, g.dk, g.dv, g.dbias, g.dsinks))
             g = Gradients(dq, dk, dv, dbias, dsinks, tuple(map(last, g.dtables)))
@@ -207,18 +215,6 @@ def _of_tables(g: Gradients, count: int, wanted: dict[int, int], made_of: list[A
         dtype, shape = made_of[i]
         found[i] = g.dtables[place].to(dtype).view(shape)
     return found
-
-
-class _Last(torch.autograd.Function):
-    """A gradient that has no gradient, and says so to whoever asks for one by way of what it came from."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *sources: Any) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError(NO_SECOND)
 
 
 # ---- the operators

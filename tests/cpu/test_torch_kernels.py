@@ -221,3 +221,56 @@ def test_blocked_where_weights_underflow(length, factor):
     dout = testing.make_like(q)
     gradients = forward_and_gradients(q, k, v, dout, **options)
     testing.check_all(gradients | {"lse": lse, "out": out}, q, k, v, dout, causal=True, softmax_scale=float(factor))
+
+
+# ---- with PyTorch's own node of autograd
+
+
+NATIVE = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (5, 0)},
+    "mask": {"mask": draw(40, 40) > 0},
+    "bias": {"bias": draw(40, 40)},
+    "bias_and_mask": {"bias": draw(40, 40), "mask": draw(40, 40) > 0},
+}
+
+
+def nodes(node):
+    """The names of a node and of those behind it."""
+    return {node.name()}.union(*(nodes(n) for n, _ in node.next_functions if n is not None))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("name", NATIVE)
+def test_what_pytorch_computes_at_once_has_its_own_node(name, layout):
+    """Whatever comes out not finite is computed again, as `blocked` has it; and there is no second derivative."""
+    options = NATIVE[name]
+    q, k, v = testing.make_inputs(2, 4, 2, 40, 40, 8, dtype=torch.float32, layout=layout, requires_grad=True)
+    out = sartor.attention(q, k, v, layout=layout, **options)
+    assert "ScaledDotProductFlashAttentionForCpuBackward0" in nodes(out.grad_fn)
+    dout = testing.make_like(out)
+    rows = dout[:, 30] if layout == "bshd" else dout[:, :, 30]
+    for value in (1.0, torch.nan, torch.inf):
+        rows.fill_(value)
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        other = sartor.attention(q, k, v, layout=layout, kernel="blocked", **options)
+        for mine, theirs in zip(found, torch.autograd.grad(other, (q, k, v), dout), strict=True):
+            torch.testing.assert_close(mine, theirs, equal_nan=True)
+    (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(dq.sum(), k)
+
+
+def test_a_call_to_be_repaired_has_no_node_of_pytorchs():
+    """Beside an infinite score, a row without a key, an lse from which no weights come, and a gradient of a bias."""
+    q, k, v = testing.make_inputs(1, 2, 2, 40, 40, 8, dtype=torch.float32, layout="bshd", requires_grad=True)
+    infinite = k.detach().clone()
+    infinite[0, 3] = torch.inf
+    none = torch.ones(40, 40, dtype=torch.bool)
+    none[3] = False
+    bias = torch.zeros(40, 40)
+    calls = [((q, infinite, v), {}), ((q, k, v), {"mask": none}), ((q, k, v), {"bias": bias - 1e9})]
+    for tensors, options in [*calls, ((q, k, v), {"bias": bias.requires_grad_()})]:
+        out = sartor.attention(*tensors, **options)
+        assert not any(name.startswith("ScaledDot") for name in nodes(out.grad_fn))

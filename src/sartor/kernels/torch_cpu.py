@@ -13,6 +13,7 @@ added and anything comes out not finite, `blocked` computes the forward again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -51,6 +52,7 @@ FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # the binding takes
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 ROWS = 256  # of a block of queries: what is added to its scores stays in the caches
 WHOLE = 2**22  # elements of a tensor mask that are added at once: many, as the backward is slower block by block
+FEW = 64  # rows up to which the product of what lse holds is neither too large nor too small
 KEYS = 512  # up to which the keys are not cut: to find out which are reached takes longer than they do
 
 
@@ -88,6 +90,12 @@ class TorchCpu:
         out, lse = found
         return out if given else out.transpose(1, 2), lse.contiguous() if x.lse else None
 
+    def attend(self, plan: Plan, x: Operands) -> Tensor | None:
+        """out for autograd to follow, as `native` has it."""
+        from sartor.kernels import native
+
+        return native.attend(plan, x)
+
 
 def _adds(program: Program) -> bool:
     """Whether the score function adds to the score what does not depend on it: not so in s + s // 1, which rises by 1
@@ -114,7 +122,7 @@ def _plain(plan: Plan, x: Operands, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
     out, lse = FORWARD(q, k, torch.where(v.isfinite(), v, 0) if repair else v, 0.0, is_causal, scale=p.softmax_scale)
     if repair:
         out = spoiled(out, *(_seen(kind, p.group) for kind in (v.isnan(), v == torch.inf, v == -torch.inf)))
-    if (lse / lse).sum().item() > 0:  # none is 0, infinite or NaN
+    if sound(lse):
         return out, lse
     # 0 is of a row of NaN or -inf scores, or its due; if it is one of those, so is its score of the first key
     first = (q @ k[:, :, :1].repeat_interleave(p.group, 1).transpose(2, 3)) * p.softmax_scale
@@ -122,6 +130,13 @@ def _plain(plan: Plan, x: Operands, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
         return None
     lost = first.isnan() | lse.isposinf()[..., None]
     return torch.where(lost, torch.nan, out), torch.where(lost[..., 0], torch.nan, lse)
+
+
+def sound(lse: Tensor) -> bool:
+    """Whether none is 0, infinite or NaN: of few rows by their product, which is an operation less."""
+    if lse.numel() <= FEW and 0 < abs(lse.prod().item()) < math.inf:
+        return True
+    return (lse / lse).sum().item() > 0
 
 
 def _seen(marked: Tensor, group: int) -> Tensor:
