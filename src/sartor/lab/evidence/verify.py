@@ -24,22 +24,24 @@ from sartor.lab.measure import check, fingerprint
 from sartor.lab.measure.fingerprint import Found
 from sartor.lab.measure.records import environment
 
-LIMIT_S = 9.5 * 60
+LIMIT_S = 9.5 * 60  # unless told otherwise
 AFTER_TESTS_S = 120  # that accuracy and fingerprints may take, side by side
 STOP_AT = 20  # failures: what was not run by then is not known
 
 
-def verify(root: Path, out: Path, device: torch.device, tell: Callable[[str], None]) -> dict[str, Any]:
+def verify(
+    root: Path, out: Path, device: torch.device, tell: Callable[[str], None], limit_s: float = LIMIT_S
+) -> dict[str, Any]:
     """The evidence, also written to `<out>/<device>/evidence.json`. `root` is the checkout whose tests are run."""
     if device.type != "cuda":
         raise ValueError(f"verify needs an NVIDIA GPU, whose tests are skipped elsewhere, got {device}")
     start = time.monotonic()
     tell("GPU tests")
-    counts = run_tests(root, LIMIT_S - AFTER_TESTS_S)
+    counts = run_tests(root, limit_s - AFTER_TESTS_S, tell)
     tell("accuracy, and fingerprints beside it")
     with ThreadPoolExecutor(1) as beside:
-        printing = beside.submit(fingerprints, device, start + LIMIT_S - 20, tell)
-        rows = check.run(device, deadline=start + LIMIT_S)
+        printing = beside.submit(fingerprints, device, start + limit_s - 20, tell)
+        rows = check.run(device, deadline=start + limit_s)
         found = printing.result()
     names = sound(counts, rows)
     evidence = {
@@ -90,8 +92,11 @@ def sound(tests: dict[str, Any], rows: list[check.Row]) -> list[str]:
     return [name for name in (*kernels.FORWARD, *kernels.BACKWARD) if not any(word in name for word in against)]
 
 
-def run_tests(root: Path, limit_s: float, marker: str = "gpu and not slow") -> dict[str, Any]:
-    """Counts of `pytest -m <marker>`; a run over its limit counts as one failure, with what it was stopped at."""
+def run_tests(
+    root: Path, limit_s: float, tell: Callable[[str], None], marker: str = "gpu and not slow"
+) -> dict[str, Any]:
+    """Counts of `pytest -m <marker>`, whose failures `tell` is told of; a run over its limit counts as one failure, with
+    what it was stopped at."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-m", marker, "-q", f"--maxfail={STOP_AT}", f"--junitxml={xml}"]
@@ -103,7 +108,10 @@ def run_tests(root: Path, limit_s: float, marker: str = "gpu and not slow") -> d
             return {"passed": 0, "failed": 1, "skipped": 0, "failures": [f"not done after {limit_s:.0f} s"]}
         if not xml.is_file():
             return {"passed": 0, "failed": 1, "skipped": 0, "failures": [done.stdout[-2000:]]}
-        return counts(ET.parse(xml).getroot())
+        tree = ET.parse(xml).getroot()
+        for failure in (*tree.iter("failure"), *tree.iter("error")):
+            tell((failure.get("message") or "")[:400])
+        return counts(tree)
 
 
 def counts(tree: ET.Element) -> dict[str, Any]:
