@@ -95,8 +95,8 @@ def sound(tests: dict[str, Any], rows: list[check.Row]) -> list[str]:
 def run_tests(
     root: Path, limit_s: float, tell: Callable[[str], None], marker: str = "gpu and not slow"
 ) -> dict[str, Any]:
-    """Counts of `pytest -m <marker>`, whose failures `tell` is told of; a run over its limit counts as one failure, with
-    what it was stopped at."""
+    """Counts of `pytest -m <marker>`; `tell` is told why tests fail. A run over its limit counts as one failure, with what
+    it was stopped at."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-m", marker, "-q", f"--maxfail={STOP_AT}", f"--junitxml={xml}"]
