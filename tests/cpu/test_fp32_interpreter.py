@@ -28,6 +28,7 @@ FEATURES = (
     "case_features", "case_spoilt", "case_bias", "case_strides_after_strides", "case_what_a_score_reads_is_trained",
     "case_dim_v", "case_gqa", "case_no_key_at_all", "case_scale", "case_dead_keys_of_any_value", "case_bits",
     "case_nothing", "case_rows_that_a_bias_hides_all_keys_from", "case_rows_that_a_score_hides_all_keys_from",
+    "case_gradients_of_what_hides_all_keys",
     "case_gradients_of_some_of_the_keys",
     "case_whole_tiles_as_planned",
 )  # fmt: skip

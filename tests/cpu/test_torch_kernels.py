@@ -35,6 +35,23 @@ def test_gradients_of_rows_that_a_bias_hides_all_keys_from(dtype, low, kernel):
     buried.judge(forward_and_gradients(q, k, v, dout, bias=bias, kernel=kernel), q, k, v, dout, bias=bias)
 
 
+@pytest.mark.parametrize("low", [-1e9, "least"])
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
+def test_gradients_of_a_bias_that_hides_all_keys_and_of_sinks_as_low(dtype, low):
+    """Which have a share of such a row's weights, that lse cannot tell."""
+    q, k, v = testing.make_inputs(2, 4, 2, 9, 13, 8, dtype=dtype, layout="bshd")
+    low = torch.finfo(dtype).min if low == "least" else low
+    bias, sinks, dout = (
+        torch.full((2, 1, 9, 13), low, dtype=dtype),
+        torch.full((4,), low, dtype=dtype),
+        testing.make_like(q),
+    )
+    leaves = [t.clone().requires_grad_() for t in (bias, sinks)]
+    out = sartor.attention(q, k, v, bias=leaves[0], sinks=leaves[1], kernel="blocked")
+    found = dict(zip(("dbias", "dsinks"), torch.autograd.grad(out, leaves, dout), strict=True))
+    buried.judge(found, q, k, v, dout, bias=bias, sinks=sinks)
+
+
 # ---- PyTorch's kernels with something added to the scores
 
 

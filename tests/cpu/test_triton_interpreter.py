@@ -314,6 +314,23 @@ def case_rows_that_a_bias_hides_all_keys_from(low, options):
     buried.judge(forward_and_gradients(q, k, v, dout, **options), q, k, v, dout, **options)
 
 
+def of_bias_and_sinks(q, k, v, dout, kernel, bias, sinks):
+    """dbias and dsinks by name."""
+    leaves = [t.detach().requires_grad_() for t in (bias, sinks)]
+    out = sartor.attention(q, k, v, bias=leaves[0], sinks=leaves[1], kernel=kernel)
+    return dict(zip(("dbias", "dsinks"), torch.autograd.grad(out, leaves, dout), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(40, 50), (40, 1), (1, 50)])
+@pytest.mark.parametrize("low", [-1e9, torch.finfo(FP32).min])
+def case_gradients_of_what_hides_all_keys(low, shape):
+    """Sinks as low as the keys have a share of the weights."""
+    q, k, v = inputs(b=2, sq=40, skv=50, dtype=FP32 if KERNEL == "fp32" else FP16)
+    bias, sinks, dout = torch.full((2, 1, *shape), low), torch.full((2,), low), testing.make_like(q)
+    found = of_bias_and_sinks(q, k, v, dout, KERNEL, bias, sinks)
+    buried.judge(found, q, k, v, dout, bias=bias, sinks=sinks)
+
+
 def case_rows_that_a_score_hides_all_keys_from():
     q, k, v = inputs(sq=40, skv=50, dtype=FP32 if KERNEL == "fp32" else FP16)
     options = {"score": mods.Score(lambda s, b, h, q, kv: mods.where(q % 3 == 1, s - 1e9, s))}

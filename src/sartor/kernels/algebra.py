@@ -77,9 +77,13 @@ def add_to_table(
         total.index_put_(tuple(i.expand(shape) for i in at), reached.sum_to_size(shape), accumulate=True)
 
 
-def sink_gradient(x: Operands, lse: torch.Tensor, delta: torch.Tensor) -> Any:
-    """d sinks (hq,) = -sum over batch and queries of exp(sink - lse) * delta; lse and delta are (b, hq, sq)."""
+def sink_gradient(x: Operands, lse: torch.Tensor, delta: torch.Tensor, gain: torch.Tensor | None = None) -> Any:
+    """d sinks (hq,) = -sum over batch and queries of exp(sink - lse) * delta; lse and delta are (b, hq, sq).
+
+    With `gain`, `lse` is a row's highest logit instead, and `gain` 1 over its sum of exponentials relative to that.
+    """
     if x.sinks is None:
         return None
     share = torch.exp(x.sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    share = share if gain is None else share * gain
     return -torch.where(share > 0, share * delta, 0).sum((0, 2))

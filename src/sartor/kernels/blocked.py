@@ -294,6 +294,7 @@ class BlockedBackward:
         delta = (saved.dout.to(dtype) * saved.out.to(dtype)).sum(3).transpose(1, 2)  # (b, hq, sq)
         if saved.dlse is not None:
             delta = delta - saved.dlse.to(dtype)
+        base, gain = saved.lse.to(dtype, copy=True), torch.ones_like(delta)
         if saved.out.numel():
             for part in parts(plan, x, clean):
                 sums = Sums(part, saved, delta, dbias, dtables)
@@ -301,7 +302,9 @@ class BlockedBackward:
                     sums.add(span, tile.block_n)
                 for whole, d in ((dq, sums.dq), (dk, sums.dk), (dv, sums.dv)):
                     whole[part.frame.items] = heads_last(d, part.frame.batch).to(whole.dtype)
-        return Gradients(dq, dk, dv, dbias, sink_gradient(x, saved.lse, delta), dtables)
+                for whole, d in ((base, sums.base), (gain, sums.gain)):
+                    whole[part.frame.items] = d.view(whole[part.frame.items].shape)
+        return Gradients(dq, dk, dv, dbias, sink_gradient(x, base, delta, gain), dtables)
 
 
 class Sums:
@@ -316,6 +319,7 @@ class Sums:
         shape = (*self.dout.shape[:3], 1)
         lse = saved.lse[items].reshape(shape).to(self.dout.dtype)
         self.base, self.delta = torch.where(lse == -torch.inf, 0, lse), delta[items].reshape(shape)
+        self.gain = torch.ones_like(self.base)  # 1 over the sum of exp(s - base)
         self.dq, self.dk, self.dv = (torch.zeros_like(t) for t in (part.q, part.k, part.v))
 
     def add(self, span: Span, block_n: int) -> None:
@@ -325,6 +329,8 @@ class Sums:
         total = None
         if not part.p.shared_lse and not resolved(base):
             base, total = State.of(part, q, span, block_n).normalizer
+            shape = self.base[:, :, span.i].shape
+            self.base[:, :, span.i], self.gain[:, :, span.i] = base.view(shape), (1 / total).view(shape)
         dq = torch.zeros_like(q)
         for j, partial in span.tiles(block_n):
             s, keep, slope = scores(part, q, span.i, j, partial, True)

@@ -70,15 +70,20 @@ def scores(p: Problem, x: Operands, q: torch.Tensor, k: torch.Tensor) -> tuple[t
     return torch.where(keep, s, -torch.inf), keep, slope
 
 
-def weights(x: Operands, s: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(s) with the sinks in the denominator, 0 where masked, and lse."""
+def normalizer(x: Operands, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's highest logit, 0 without one, and the sum of exponentials relative to it, with the sinks'."""
     top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:3], 1), -torch.inf)
     sink = None if x.sinks is None else x.sinks.to(s.dtype).view(1, -1, 1, 1)
     top = top if sink is None else torch.maximum(top, sink)
     base = torch.where(top == -torch.inf, 0, top)
-    p = torch.exp(s - base)
-    total = p.sum(-1, keepdim=True) + (0 if sink is None else torch.exp(sink - base))
-    return torch.where(keep, p / torch.where(total == 0, 1, total), 0), (base + torch.log(total))[..., 0]
+    return base, torch.exp(s - base).sum(-1, keepdim=True) + (0 if sink is None else torch.exp(sink - base))
+
+
+def weights(x: Operands, s: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(s) with the sinks in the denominator, 0 where masked, and lse."""
+    base, total = normalizer(x, s)
+    p = torch.exp(s - base) / torch.where(total == 0, 1, total)
+    return torch.where(keep, p, 0), (base + torch.log(total))[..., 0]
 
 
 class Reference:
@@ -127,7 +132,7 @@ class ReferenceBackward:
         p = plan.problem
         q, k, v = heads_first(x, p)
         s, keep, slope = scores(p, x, q, k)
-        probabilities, lse = weights(x, s, keep)
+        probabilities, _ = weights(x, s, keep)
         dout = saved.dout.transpose(1, 2).to(q.dtype)
         out = attended(probabilities, v, keep)
         delta = (dout * out).sum(-1)
@@ -147,7 +152,8 @@ class ReferenceBackward:
             at = symbols(p, q.device) | {"s": (q @ k.transpose(-1, -2)) * p.softmax_scale}
             for (i, _), total in zip(p.table_shapes, dtables, strict=True):
                 add_to_table(total, p.program.rises(i), ds, at, x.aux)
-        return Gradients(dq, dk, dv, dbias, sink_gradient(x, lse, delta), dtables)
+        base, total = (t[..., 0] for t in normalizer(x, s))
+        return Gradients(dq, dk, dv, dbias, sink_gradient(x, base, delta, 1 / total), dtables)
 
 
 SPEC = Reference()

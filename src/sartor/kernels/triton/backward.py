@@ -271,9 +271,16 @@ class TritonBackward:
         """What a call made."""
         dsinks = None
         if x.sinks is not None:
-            dsinks = sink_gradient(x, w.saved.lse, rows(w.room, w.space, "delta", plan.problem))
+            dsinks = self._dsinks(plan.problem, x, w)
         dtables = table_gradients.gradients(plan.problem, w.made)
         return Gradients(w.made["dq"], w.made["dk"], w.made["dv"], w.made.get("dbias"), dsinks, dtables)
+
+    def _dsinks(self, p: Problem, x: Operands, w: Work) -> torch.Tensor:
+        delta = rows(w.room, w.space, "delta", p)
+        if self._summed(p) != "with sinks" or p.program.score is None:
+            return sink_gradient(x, w.saved.lse, delta)  # type: ignore[no-any-return]
+        high = w.room.view(w.space, "gain")[padded_rows(p) :].view(p.batch, p.heads_q, -1)[..., : p.seqlen_q]
+        return sink_gradient(x, high, delta, rows(w.room, w.space, "gain", p))  # type: ignore[no-any-return]
 
     def gains(self, p: Problem) -> bool:
         """Whether a row's weights are divided by their sum, which lse cannot hold beside the row's highest score."""
