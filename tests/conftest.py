@@ -12,6 +12,8 @@ from functools import cache
 import pytest
 import torch
 
+from sartor import kernels
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     # At each call of a device function it lists what Triton's modules hold, a third of its time. Only a patch changes
     # what they hold, and a patch is of a name that was a built-in function before.
@@ -45,3 +47,28 @@ def poison(monkeypatch):
     """H05: `torch.empty`, `empty_like` and `new_empty` give poison to `sartor`."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kernels", default="", help="comma-separated: only tests that judge one of these kernels")
+
+
+def pytest_collection_modifyitems(config, items):
+    """A test that names no kernel (mark `judges`) is about the way to all of them, and always runs."""
+    every = {*kernels.FORWARD, *kernels.BACKWARD}
+    wanted = set(filter(None, config.getoption("--kernels").split(",")))
+    if wanted - every:
+        raise pytest.UsageError(f"--kernels must be among {', '.join(sorted(every))}, got {config.option.kernels!r}")
+    left = []
+    for item in items:
+        marks = list(item.iter_markers("judges"))
+        about = {name for mark in marks for name in mark.args}
+        if about - every:
+            raise pytest.UsageError(f"{item.nodeid} judges kernels that there are not: {sorted(about - every)}")
+        if marks:
+            item.user_properties.append(("judges", " ".join(sorted(about))))
+        if wanted and marks and not about & wanted:
+            left.append(item)
+    config.hook.pytest_deselected(items=left)
+    dropped = set(map(id, left))
+    items[:] = [item for item in items if id(item) not in dropped]

@@ -16,7 +16,8 @@ import pytest
 
 from sartor import kernels, nvrtc
 from sartor.kernels.triton import launch
-from sartor.lab.evidence.evidence import Evidence, cases
+from sartor.lab.evidence.evidence import Evidence, Run, cases, passed_in
+from sartor.lab.evidence.wanted import kernels_of
 from sartor.lab.ladder import catalogue as ladder
 from sartor.lab.ladder.rung import Rung
 from sartor.lab.measure import fingerprint, records
@@ -27,6 +28,7 @@ from sartor.lab.workloads.workload import Inputs
 
 ROOT = checkout()
 RESULTS = sorted(p.parent for p in (ROOT / "benchmarks" / "results").glob("*/evidence.json")) if ROOT else []
+RUNS = [(folder, run) for folder in RESULTS for run in Evidence.load(folder).runs]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl")) if ROOT else []
 NAMES = [n for n in (*kernels.FORWARD, *kernels.BACKWARD) if n.startswith(GPU_KERNELS)]
 SECONDS = 40  # after which no further fingerprint is begun
@@ -131,32 +133,43 @@ def test_a_sample_of_fingerprints_is_what_passed(folder: Path, tmp_path: Path, m
     print(f"compared {compared} of {len(evidence.passed)}")
 
 
-@on_devices
+@pytest.mark.parametrize(("folder", "run"), RUNS, ids=lambda one: one.name if isinstance(one, Path) else one["commit"])
 @needs_compilers
-def test_evidence_is_what_its_commit_says(folder: Path, tmp_path: Path) -> None:
-    """The commit that it names, where history is there: a fingerprint from that commit's sources, computed by them."""
-    evidence = Evidence.load(folder)
-    if evidence.device is None or not evidence.passed:
-        pytest.skip("nothing passed yet on a device that is known")
-    dirty = json.loads((folder / "evidence.json").read_text()).get("dirty")
-    assert not dirty, "evidence must be of a commit, not of changes beside it"
+def test_evidence_is_what_its_commit_says(folder: Path, run: Run, tmp_path: Path) -> None:
+    """Each run's commit, where history is there: a fingerprint from that commit's sources, computed by them."""
+    device, passed, commit = Evidence.load(folder).device, passed_in(run), run["commit"]
+    if device is None:
+        pytest.skip("the device is not known")
+    assert not run.get("dirty"), "evidence must be of a commit, not of changes beside it"
     git = ["git", "-C", str(ROOT)]
-    if subprocess.run([*git, "cat-file", "-e", evidence.commit], capture_output=True, check=False).returncode:
+    if subprocess.run([*git, "cat-file", "-e", commit], capture_output=True, check=False).returncode:
         pytest.skip("the commit is not in this history")
-    archive = subprocess.run([*git, "archive", evidence.commit, "src"], capture_output=True, check=True).stdout
+    archive = subprocess.run([*git, "archive", commit, "src"], capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", str(tmp_path)], input=archive, check=True)
-    provider, w = next((p, w) for p, w in sample(evidence.commit) if key(p, w) in evidence.passed)
+    provider, w = next((p, w) for p, w in sample(commit) if key(p, w) in passed)
     command = [sys.executable, "-m", "sartor.lab.measure.fingerprint", json.dumps([provider, asdict(w)])]
     for attempt in range(TRIES):
         caches = {name: str(tmp_path / f"{name}{attempt}") for name in ("TRITON_CACHE_DIR", "SARTOR_CACHE")}
         done = subprocess.run(
-            [*command, str(evidence.device.arch)], cwd=tmp_path / "src", capture_output=True, text=True, check=False,
-            env=os.environ | caches,
+            [*command, str(device.arch)], cwd=tmp_path / "src", capture_output=True, text=True, check=False,
+            env=os.environ | caches | {"PYTHONPATH": str(tmp_path / "src")},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        if json.loads(done.stdout) == list(evidence.passed[key(provider, w)]):
+        if json.loads(done.stdout) == list(passed[key(provider, w)]):
             return
-    pytest.fail(f"{key(provider, w)} is not what its commit, {evidence.commit}, tells a GPU to do")
+    pytest.fail(f"{key(provider, w)} is not what its commit, {commit}, tells a GPU to do")
+
+
+@pytest.mark.parametrize(("folder", "run"), RUNS, ids=lambda one: one.name if isinstance(one, Path) else one["commit"])
+def test_a_run_holds_what_it_judged(folder: Path, run: Run) -> None:
+    """Fingerprints of kernels that passed in it or before, by tests of which some passed; none that another run has."""
+    others = [other for other in Evidence.load(folder).runs if other != run]
+    assert run["commit"]
+    assert run["passed"] > 0
+    assert not set(run["kernels"]) & set(run["against"])
+    for name, found in passed_in(run).items():
+        assert kernels_of(found.plan) & set(run["kernels"]), name
+        assert not any(name in other["fingerprints"] for other in others), name
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name}/{path.stem}")

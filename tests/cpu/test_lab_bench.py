@@ -392,7 +392,7 @@ def test_figures_without_evidence_say_so(tmp_path: Path) -> None:
         ({}, True),
         (other, True),
     ):
-        (folder / "evidence.json").write_text(json.dumps({"fingerprints": found}))
+        (folder / "evidence.json").write_text(json.dumps({"runs": [{"fingerprints": found}]}))
         assert ("unverified" in report.render("h200/head-dims/fwd", tmp_path)) == marked
 
 

@@ -12,7 +12,7 @@ import torch
 from test_lab_bench import CPU, SMALL, record
 
 from sartor import testing
-from sartor.lab.evidence import verify
+from sartor.lab.evidence import verify, wanted
 from sartor.lab.measure import accuracy, bench, check, providers, records, roofline, timing
 from sartor.lab.measure.accuracy import Judge, Verdict
 from sartor.lab.measure.bench import Session
@@ -49,7 +49,8 @@ def test_a_row_over_its_budget_speaks_against_its_kernel() -> None:
         check.Row(SMALL, f"{kernel}[64x128 w8 s4] from sm90.jsonl:1", Verdict(1.0, 1.0, 0.1, 1.0, over))
         for kernel, over in (("hopper_forward", ""), ("triton_backward", "dq: too much"))
     ]
-    sound = verify.sound({"passed": 700, "failed": 0, "skipped": 0, "failures": []}, rows)
+    tests = {"passed": 700, "failed": 0, "skipped": 0, "failures": [], "against": []}
+    sound = verify.sound(tests, rows, wanted.KERNELS)
     assert "hopper_forward" in sound
     assert "triton_backward" not in sound
 
@@ -66,7 +67,7 @@ def test_a_table_says_what_of_it_is_unverified(tmp_path: Path, view: str) -> Non
     folder = tmp_path / "h200"
     folder.mkdir()
     passed = {key(r.provider, r.workload): ["triton_forward[128x64 w4 s2]", "abc"] for r in rows}
-    (folder / "evidence.json").write_text(json.dumps({"fingerprints": passed}))
+    (folder / "evidence.json").write_text(json.dumps({"runs": [{"fingerprints": passed}]}))
     for some, said in ((rows[:1], False), (rows, True)):
         (folder / "tiny.jsonl").write_text("".join(r.to_json() + "\n" for r in some))
         assert ("unverified" in report.render(f"h200/tiny/{view}", tmp_path)) == said

@@ -1,26 +1,43 @@
 """Evidence: what is counted of a test run, and what a run that did not happen counts as."""
 
+import json
+import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 import torch
 
-from sartor.lab.evidence import verify
+from sartor.lab.evidence import verify, wanted
+from sartor.lab.evidence.evidence import Evidence
 from sartor.lab.measure import check
 from sartor.lab.measure.fingerprint import Found
 from sartor.lab.show import tables
+from sartor.lab.workloads.suites import checkout
 from sartor.lab.workloads.workload import Workload
 
-JUNIT = """<testsuites><testsuite>
-<testcase classname="a" name="ok"/><testcase classname="a" name="no"><failure/></testcase>
-<testcase classname="a" name="bad"><error/></testcase><testcase classname="a" name="not"><skipped/></testcase>
+ABOUT = '<properties><property name="judges" value="{}"/></properties>'
+JUNIT = f"""<testsuites><testsuite>
+<testcase classname="t.a" name="ok" time="2"/>
+<testcase classname="t.b" name="no" time="3">{ABOUT.format("hopper_forward")}<failure/></testcase>
+<testcase classname="t.a" name="bad" time="1">{ABOUT.format("")}<error/></testcase>
+<testcase classname="t.a" name="not"><skipped/></testcase>
 </testsuite></testsuites>"""
 
 
 def test_counts_of_a_test_run() -> None:
     found = verify.counts(ET.fromstring(JUNIT))
-    assert found == {"passed": 1, "failed": 2, "skipped": 1, "failures": ["a::no", "a::bad"]}
+    assert found == {
+        "passed": 1, "failed": 2, "skipped": 1, "failures": ["t.b::no", "t.a::bad"], "against": ["hopper_forward"],
+        "modules": {"a": 3.0, "b": 3.0},
+    }  # fmt: skip
+
+
+def test_a_failure_of_what_is_about_no_kernel_in_particular_speaks_against_all() -> None:
+    xml = "<testsuites><testcase classname='a' name='no'><failure/></testcase><testcase name='b'/></testsuites>"
+    assert verify.counts(ET.fromstring(xml))["against"] == sorted(wanted.KERNELS)
 
 
 def test_a_run_without_tests_is_a_failure() -> None:
@@ -50,28 +67,113 @@ def test_check_judges_a_kernel_by_name(mode: str) -> None:
     assert tables.checks([row]).rows[0][-1] == "ok"
 
 
-def outcome(*failures: str, passed: int = 700) -> dict:
-    return {"passed": passed, "failed": len(failures), "skipped": 0, "failures": list(failures)}
+def outcome(*against: str, passed: int = 700, failed: int = 1) -> dict:
+    return {"passed": passed, "failed": failed, "skipped": 0, "failures": [], "against": list(against)}
 
 
-def test_failures_speak_against_the_kernels_they_are_about():
-    everything = set(verify.sound(outcome(), []))
-    assert {"triton_forward", "fp32_forward", "hopper_forward"} <= everything
-    assert verify.sound(outcome("tests.gpu.test_gpu::test_dims[8]"), []) == []
-    assert set(verify.sound(outcome("tests.gpu.test_gpu_rungs::test_budget[09]"), [])) == everything
-    left = verify.sound(outcome("tests.gpu.test_gpu_fp32::test_errors"), [])
-    assert set(left) == {name for name in everything if "fp32" not in name}
-    assert verify.sound(outcome("not done after 390 s"), []) == []
+def test_a_kernel_is_sound_if_nothing_speaks_against_it() -> None:
+    names = ("triton_forward", "hopper_forward")
+    assert verify.sound(outcome(failed=0), [], names) == list(names)
+    assert verify.sound(outcome("hopper_forward"), [], names) == ["triton_forward"]
+    assert verify.sound(outcome("hopper_backward"), [], names) == list(names)
 
 
-def test_no_kernel_is_sound_by_tests_that_did_not_run():
-    assert verify.sound(outcome(passed=0), []) == []
-    assert verify.sound(outcome(*["tests.gpu.test_gpu_rungs::test_budget[09]"] * verify.STOP_AT), []) == []
+def test_no_kernel_is_sound_by_tests_that_did_not_run() -> None:
+    assert verify.sound(outcome(passed=0), [], wanted.KERNELS) == []
+    assert verify.sound(outcome(failed=verify.STOP_AT), [], wanted.KERNELS) == []
 
 
-def test_a_plan_is_sound_if_all_its_kernels_are():
-    sound = ["hopper_forward", "triton_backward"]
-    for plan, ok in (("hopper_forward[128x128 w12 s6]", True), ("hopper_fp32[64x64 w8 s4]", False),
-                     ("hopper_forward[64x64 w8 s2]; triton_backward[64x64 w4 s2, 64x64 w4 s2]", True),
-                     ("hopper_forward[64x64 w8 s2]; hopper_backward[64x64 w8 s2]", False)):  # fmt: skip
-        assert verify.of_sound(Found(plan, "abc"), sound) == ok
+FWD, BWD, STEP = (f"sartor {mode} bfloat16 B1 H8 N128 D64 full" for mode in ("fwd", "bwd", "fwd_bwd"))
+PLANS = {FWD: "hopper_forward[a]", BWD: "hopper_backward[b]", STEP: "hopper_forward[a]; hopper_backward[b]"}
+ROW = "2x4 bwd"
+
+
+def passed(commit: str = "old", **changed: str) -> dict:
+    """A run in which all cases passed, with these digests."""
+    digests = {name: changed.get(name.split()[1], "old") for name in PLANS}
+    found = {name: [plan, digests[name]] for name, plan in PLANS.items()}
+    return {"commit": commit, "fingerprints": found, "accuracy": [{"workload": ROW, "commit": commit}]}
+
+
+def today(**changed: str) -> dict[str, Found]:
+    return {name: Found(*pair) for name, pair in passed(**changed)["fingerprints"].items()}
+
+
+@pytest.mark.parametrize(
+    ("now", "names"),
+    [
+        (today(), ()),
+        (today(fwd="new", fwd_bwd="new"), ("hopper_forward",)),
+        (today(bwd="new", fwd_bwd="new"), ("hopper_backward",)),
+        (today(fwd_bwd="new"), ("hopper_forward", "hopper_backward")),  # either
+    ],
+)
+def test_kernels_that_changed_are_wanted(now: dict[str, Found], names: tuple[str, ...]) -> None:
+    assert wanted.changed(Evidence((passed(),)), now) == names
+    assert set(wanted.changed(Evidence(), now)) == {"hopper_forward", "hopper_backward"}
+
+
+def test_a_training_step_is_judged_with_one_kernel_where_the_other_is_what_passed() -> None:
+    old = Evidence((passed(),))
+    assert wanted.judged(old, today(bwd="new", fwd_bwd="new"), ["hopper_backward"]) == {BWD, STEP}
+    assert wanted.judged(old, today(fwd="new", bwd="new", fwd_bwd="new"), ["hopper_backward"]) == {BWD}
+
+
+def test_a_run_takes_the_place_of_what_earlier_ones_said_of_its_cases() -> None:
+    """What it did not judge keeps the commit at which it passed; what it judged and did not pass has none."""
+    old = Evidence((passed("old"),))
+    run = {"commit": "new", "fingerprints": {BWD: ["hopper_backward[b]", "new"]}, "accuracy": []}
+    runs = old.after(run, {BWD, STEP}, PLANS)
+    assert [(r["commit"], list(r["fingerprints"])) for r in runs] == [("old", [FWD]), ("new", [BWD])]
+    assert runs[0]["accuracy"] == [{"workload": ROW, "commit": "old"}]
+    again = {**passed("last"), "fingerprints": {FWD: ["hopper_forward[a]", "new"]}}
+    runs = Evidence(runs).after(again, {FWD}, PLANS)
+    assert [r["commit"] for r in runs] == ["new", "last"], "nothing is left of the oldest"
+    assert [r["commit"] for r in Evidence(runs).after(again, {FWD}, {FWD})] == ["last"], (
+        "nor of cases there are no more"
+    )
+
+
+def test_only_what_was_judged_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that needs a GPU is given: the tests are those of the kernel that changed."""
+    folder, asked, against = tmp_path / "h200", [], ["hopper_backward"]
+    folder.mkdir()
+    (folder / "evidence.json").write_text(json.dumps({"runs": [passed("old")]}))
+
+    def run_tests(root, limit_s, names):
+        asked.append(names)
+        return outcome(*against, failed=len(against)) | {"modules": {}}
+
+    now = today(bwd="new", fwd_bwd="new")
+    monkeypatch.setattr(verify, "fingerprints", lambda device, deadline, tell, of=None: now)
+    monkeypatch.setattr(verify, "run_tests", run_tests)
+    monkeypatch.setattr(verify, "cases", lambda: [(name.split()[0], name.partition(" ")[2]) for name in PLANS])
+    monkeypatch.setattr(wanted, "cases_of", lambda names, device: [])
+    monkeypatch.setattr(verify.Device, "of", lambda device: None)
+    monkeypatch.setattr(verify.check, "run", lambda *_, **rest: [])
+    monkeypatch.setattr(verify, "environment", lambda device: {"device": "h200", "commit": "new"})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    for left in ({FWD: "old"}, {FWD: "old", BWD: "new", STEP: "new"}):
+        verify.verify(tmp_path, tmp_path, torch.device("cuda"), lambda text: None)
+        found = json.loads((folder / "evidence.json").read_text())["runs"]
+        assert {name: run["commit"] for run in found for name in run["fingerprints"]} == left
+        against.clear()
+    assert asked == [("hopper_backward",)] * 2
+    assert verify.verify(tmp_path, tmp_path, torch.device("cuda"), lambda text: None) == {}, "all passed"
+
+
+def test_every_kernel_has_tests_of_its_own_and_those_that_are_about_all() -> None:
+    """What `pytest -m gpu --kernels` collects here, where modules that need a GPU to be imported are left out."""
+    root, found = checkout(), {}
+    if root is None:
+        pytest.skip("tests lie in a checkout")
+    for names in (("triton_backward",), ("hopper_backward",), wanted.KERNELS):
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "--kernels", ",".join(names)]
+        done = subprocess.run([*command, "tests/gpu"], cwd=root, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        found[names] = set(re.findall(r"^tests/gpu/(\S+)\.py::(?:test_memory\[)?(\w*)", done.stdout, re.MULTILINE))
+    portable, hopper, every = ({module for module, _ in one} for one in found.values())
+    assert {"test_gpu_random", "test_gpu_packed", "test_gpu"} <= portable & hopper
+    assert "test_gpu_hopper_backward" in hopper - portable
+    assert "test_gpu_hopper_fp32" in every - hopper
+    assert "test_gpu_rungs" not in every, "rungs have evidence of their own"

@@ -31,7 +31,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> dict[str, Found]:
 @pytest.fixture
 def folder(tmp_path: Path, now: dict[str, Found]) -> Path:
     """Of a device on which all of them passed, and one suite was measured: one second for each of its workloads."""
-    (tmp_path / "evidence.json").write_text(json.dumps({"fingerprints": now, "seconds": 300.0}))
+    (tmp_path / "evidence.json").write_text(json.dumps({"runs": [{"fingerprints": now, "seconds": 300.0}]}))
     write(tmp_path, suites.load("turns").cases)
     return tmp_path
 
@@ -56,7 +56,7 @@ TURNS = "sartor bench --suite turns --modes fwd --rounds 3 --record"
 def test_what_was_never_measured_is_named(folder: Path) -> None:
     found = commands(folder)
     assert TURNS not in found
-    assert "sartor verify" not in found
+    assert not any("verify" in command for command in found)
     assert found["sartor bench --suite paper --modes bwd --rounds 3 --record"] == refresh.UNKNOWN_S
     assert "sartor ladder --rounds 3 --record" in found
     assert not any("quick" in command for command in found)
@@ -70,9 +70,11 @@ def test_other_sources_and_missing_workloads_are_stale(folder: Path) -> None:
     write(folder, cases, fingerprint="of yesterday")
     assert commands(folder)[TURNS] == whole
     evidence = json.loads((folder / "evidence.json").read_text())
-    evidence["fingerprints"][key("sartor", cases[0][0])][1] = "of yesterday"  # as after a change: neither is of today
+    evidence["runs"][0]["fingerprints"][key("sartor", cases[0][0])][1] = (
+        "of yesterday"  # as after a change: neither is of today
+    )
     (folder / "evidence.json").write_text(json.dumps(evidence))
-    assert next(iter(commands(folder))) == "sartor verify"
+    assert next(iter(commands(folder))) == "sartor verify --kernels hopper_forward"
     assert TURNS in commands(folder)
 
 

@@ -18,6 +18,7 @@ import sartor
 from sartor import mods, ops, testing
 from sartor.kernels.hopper import forward as hopper_forward
 from sartor.kernels.hopper import schedule
+from sartor.lab.evidence import wanted
 from sartor.plan import choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -30,7 +31,15 @@ ALIGNS = (True, "top_left")
 family = "triton"  # the kernels under test
 
 
-@pytest.fixture(autouse=True, params=["triton", "auto"])
+PORTABLE = ("triton_forward", "triton_backward")
+OTHERS = (name for name in wanted.KERNELS if name not in PORTABLE)
+FAMILIES = [
+    pytest.param("triton", marks=pytest.mark.judges(*PORTABLE)),
+    pytest.param("auto", marks=pytest.mark.judges(*OTHERS)),
+]
+
+
+@pytest.fixture(autouse=True, params=FAMILIES)
 def of_every_family(request, monkeypatch):
     """Every test runs on the portable kernels, and on those made for this GPU; there with the tiles of large problems,
     on which several warpgroups work. What small problems are given is in test_gpu_random.py."""

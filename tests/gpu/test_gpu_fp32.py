@@ -10,7 +10,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sartor
 from sartor import mods, testing
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.judges("hopper_fp32", "hopper_fp32_backward", "fp32_forward", "fp32_backward"),
+]
 
 FP32 = torch.float32
 NAMES = ("out", "lse", "dq", "dk", "dv")

@@ -18,7 +18,11 @@ if not nvrtc.missing():
     from sartor.kernels.hopper.backward import Config, Step
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not nvrtc.missing()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC"),
+    pytest.mark.judges("hopper_backward"),
+]
 BF16, FP16 = torch.bfloat16, torch.float16
 MASKS = [{}, {"causal": True}, {"causal": "top_left"}, {"window": (90, 30)}, {"causal": True, "window": (70, 0)}]
 WAYS = {"one sweep": (128, False), "two sweeps": (128, True), "three sweeps": (256, True)}

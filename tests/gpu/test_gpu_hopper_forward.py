@@ -22,7 +22,11 @@ from sartor.problem import Call, Problem, aux_values
 from sartor.tuning import table
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not nvrtc.missing()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC"),
+    pytest.mark.judges("hopper_forward"),
+]
 SPEC = kernels.load("hopper_forward") if HOPPER else None
 DEVICE = Device.of(torch.device("cuda")) if HOPPER else None
 LENGTHS = [(65, 65), (300, 700), (700, 300), (1000, 1000), (4200, 4100)]

@@ -17,7 +17,11 @@ from sartor.kernels.spec import Operands, Plan, Saved, Tile
 from sartor.problem import Call, Problem, aux_values
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not nvrtc.missing()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC"),
+    pytest.mark.judges("hopper_fp32", "hopper_fp32_backward"),
+]
 
 SPEC = kernels.load("hopper_fp32") if HOPPER else None
 TILES = [(64, 64, 8, 4), (128, 64, 12, 4), (192, 64, 16, 6), (128, 128, 12, 4), (192, 32, 16, 3), (128, 16, 12, 2)]

@@ -14,7 +14,11 @@ from sartor.mods.core import interval
 from sartor.problem import Call, Problem, aux_values
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not nvrtc.missing()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and NVRTC"),
+    pytest.mark.judges("hopper_wide_backward"),
+]
 BF16, FP16 = torch.bfloat16, torch.float16
 MASKS = [{}, {"causal": True}, {"causal": "top_left"}, {"window": (90, 30)}, {"causal": True, "window": (70, 0)}]
 DIMS = [(136, 136), (160, 160), (192, 192), (248, 248), (256, 256), (192, 128), (128, 192), (64, 256), (256, 72)]

@@ -12,7 +12,11 @@ from sartor.lab.ladder import rung
 from sartor.lab.ladder.rung import Rung
 from sartor.lab.workloads.workload import Workload
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.judges(),
+]
 LENGTHS = (1, 63, 257, 1000)
 CASES = [
     (r, dim, dtype, causal) for r in ladder.load() for dim in r.dims for dtype in r.dtypes

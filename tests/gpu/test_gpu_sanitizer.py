@@ -72,12 +72,13 @@ def sanitize(tool, kernel, before="", **changed):
     return done
 
 
-@pytest.mark.parametrize("kernel", CASES)
+@pytest.mark.parametrize("kernel", [pytest.param(name, marks=pytest.mark.judges(name)) for name in CASES])
 def test_memory(kernel):
     done = sanitize(("memcheck", "--report-api-errors", "no"), kernel)  # torch probes the driver
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
+@pytest.mark.judges("hopper_forward")
 def test_memory_of_parts():
     done = sanitize(("memcheck", "--report-api-errors", "no"), "hopper_forward", **PARTS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
@@ -97,6 +98,7 @@ def unexplained(said):
     return [h for h in hazards if not (h[0] == "WAR" and h[1] in consumers and h[2] == 96)]
 
 
+@pytest.mark.judges("hopper_forward")
 @pytest.mark.parametrize(("before", "changed"), [("", {}), (TWO_BLOCKS, {}), ("", PARTS)], ids=["many", "two", "parts"])
 def test_races(before, changed):
     """With a block for each tile nothing is written twice: then there is no hazard at all."""

@@ -275,10 +275,13 @@ def verify(
     device: DeviceFlag = "",
     out: Annotated[Path | None, typer.Option(help="benchmarks/results by default")] = None,
     only: Annotated[bool, typer.Option("--fingerprints-only", help="print them, run no test, write nothing")] = False,
+    every: Annotated[bool, typer.Option("--all", help="every kernel, whatever has changed")] = False,
+    kernels: Annotated[str, typer.Option(help="comma-separated; by default what changed since it passed")] = "",
     limit: Annotated[float, typer.Option(help="seconds; tests that are not done in time are no evidence")] = 570.0,
 ) -> None:
-    """Run the GPU tests and the accuracy table here and write the evidence."""
+    """Run the GPU tests and accuracy rows of kernels that changed and write the evidence."""
     from sartor.lab.evidence import verify as verification
+    from sartor.lab.evidence import wanted
 
     with friendly():
         if only:
@@ -287,12 +290,19 @@ def verify(
             return
         results = results_folder()
         writable(out or results, "--out")
-        evidence = verification.verify(results.parents[1], out or results, device_of(device), typer.echo, limit)
+        if every and kernels:
+            raise ValueError(f"--kernels chooses and --all does not, got {kernels!r} and --all")
+        names = wanted.KERNELS if every else wanted.named(kernels) if kernels else None
+        run = verification.verify(results.parents[1], out or results, device_of(device), typer.echo, names, limit)
+    if not run:
+        typer.echo("all fingerprints are those that passed")
+        return
+    typer.echo("seconds by module: " + ", ".join(f"{name} {seconds}" for name, seconds in run["modules"].items()))
     words = ("passed", "failed", "skipped", "over_budget", "seconds")
-    typer.echo(", ".join(f"{w.replace('_', ' ')} {evidence[w]}" for w in words))
-    for name in evidence["failures"]:
+    typer.echo(", ".join(f"{w.replace('_', ' ')} {run[w]}" for w in words))
+    for name in run["failures"]:
         typer.echo(f"  {name}")
-    raise typer.Exit(1 if evidence["failed"] or evidence["over_budget"] else 0)
+    raise typer.Exit(1 if run["failed"] or run["over_budget"] else 0)
 
 
 @app.command()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,31 +18,54 @@ from sartor.lab.measure.fingerprint import GPU_KERNELS, Case, Found, key
 from sartor.lab.measure.records import Record
 from sartor.lab.workloads import suites
 
+Run = dict[str, Any]  # as in the file; `verify` says what is in it
 ELSEWHERE = ("quick-cpu", "quick-gpu", "ladder-quick")  # suites of which nothing is recorded of a GPU
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What `sartor verify` wrote: plans and fingerprints that passed, by the key of their case; where from."""
+    """What `sartor verify` wrote, run by run. A run names its commit, and holds what passed in it and in none since:
+    plans and fingerprints by the key of their case, rows of the accuracy table.
+    """
 
-    passed: dict[str, Found] = field(default_factory=dict)
-    commit: str = ""
+    runs: tuple[Run, ...] = ()
     device: Device | None = None  # if this package knows its architecture
 
     @classmethod
     def load(cls, folder: Path) -> Evidence:
-        """From a results folder; nothing when it was never written, or before there were fingerprints."""
+        """From a results folder; nothing when it was never written."""
         path = folder / "evidence.json"
         if not path.is_file():
             return cls()
         found = json.loads(path.read_text(encoding="utf-8"))
         known = (d for d in ARCHITECTURES.values() if d.name == found.get("device_name"))
-        passed = {name: Found(*pair) for name, pair in found.get("fingerprints", {}).items()}
-        return cls(passed, found.get("commit", ""), next(known, None))
+        return cls(tuple(found["runs"]), next(known, None))
+
+    @cached_property
+    def passed(self) -> dict[str, Found]:
+        """Of all runs, by key."""
+        return {name: found for run in self.runs for name, found in passed_in(run).items()}
+
+    def after(self, run: Run, judged: Container[str], known: Container[str]) -> tuple[Run, ...]:
+        """The runs once one more has judged some cases: a case is in the last run that judged it, or in none where it
+        did not pass there. What is not known any more, and runs of which nothing is left, go.
+        """
+        again = {row["workload"] for row in run["accuracy"]}
+        left = []
+        for old in self.runs:
+            kept = {name: one for name, one in old["fingerprints"].items() if name in known and name not in judged}
+            rows = [row for row in old["accuracy"] if row["workload"] not in again]
+            left += [{**old, "fingerprints": kept, "accuracy": rows}] if kept else []
+        return (*left, run)
 
     def covers(self, r: Record) -> bool:
         """Whether a record is of what passed: of the machine code, launched alike, or of a kernel that needs no GPU."""
         return _holds(r, self.passed)
+
+
+def passed_in(run: Run) -> dict[str, Found]:
+    """Plans and fingerprints of a run, by key."""
+    return {name: Found(*pair) for name, pair in run["fingerprints"].items()}
 
 
 def of_today(r: Record, present: Mapping[str, Found]) -> bool:
@@ -67,8 +92,7 @@ def cases() -> Iterator[Case]:
                 for provider in who:
                     if provider.split(":")[0] == "sartor" or provider in _products():
                         yield provider, w
-    for w in check.cases(torch.device("cuda")):
-        yield "sartor", w
+    yield from check.cases(torch.device("cuda"))
 
 
 def _products() -> tuple[str, ...]:

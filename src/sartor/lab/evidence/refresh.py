@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from sartor.device import ARCHITECTURES
+from sartor.lab.evidence import wanted
 from sartor.lab.evidence.evidence import ELSEWHERE, Evidence, cases, of_today
 from sartor.lab.ladder import catalogue as ladder
 from sartor.lab.measure import ablation, fingerprint, fresh, profile
@@ -76,12 +76,12 @@ def present(tell: Callable[[str], None]) -> Present:
     return fingerprint.every(cases(), ARCHITECTURES[90], tell=tell)
 
 
-def chosen(wanted: Iterable[Stage], names: Iterable[str]) -> list[Stage]:
+def chosen(left: Iterable[Stage], names: Iterable[str]) -> list[Stage]:
     """The stages called so, in the order of `names`: `verify`, `ladder`, `paper:fwd`, `paper` for all its modes.
 
     Raises ValueError for a name of nothing that is wanted.
     """
-    every, found = list(wanted), list[Stage]()
+    every, found = list(left), list[Stage]()
     known = ", ".join(sorted(stage.name for stage in every)) or "nothing, as all is of today"
     for name in names:
         own = [stage for stage in every if name in (stage.name, stage.name.split(":")[0])]
@@ -92,12 +92,12 @@ def chosen(wanted: Iterable[Stage], names: Iterable[str]) -> list[Stage]:
 
 
 def _verification(folder: Path, evidence: Evidence, now: Present) -> list[Stage]:
-    """The run of all GPU tests, where a fingerprint is not the one that passed them."""
-    if evidence.passed and all(evidence.passed.get(name) == found for name, found in now.items()):
+    """The GPU tests of the kernels of which a fingerprint is not the one that passed."""
+    names = wanted.changed(evidence, now)
+    if not names:
         return []
-    file = folder / "evidence.json"
-    seconds = json.loads(file.read_text(encoding="utf-8")).get("seconds", UNKNOWN_S) if file.is_file() else UNKNOWN_S
-    return [Stage(("verify",), file, seconds + START_S)]
+    seconds = max((run.get("seconds", UNKNOWN_S) for run in evidence.runs), default=UNKNOWN_S)
+    return [Stage(("verify", "--kernels", ",".join(names)), folder / "evidence.json", seconds + START_S)]
 
 
 def _suites(folder: Path, now: Present, rounds: tuple[str, ...]) -> list[Stage]:
@@ -110,11 +110,11 @@ def _suites(folder: Path, now: Present, rounds: tuple[str, ...]) -> list[Stage]:
         for mode in dict.fromkeys(w.mode for w, _ in suite.cases):
             rows = [r for r in known if r.mode == mode]
             work = tuple((w, who) for w, who in suite.cases if w.mode == mode)
-            wanted = {(w, provider) for w, who in work for provider in who}
-            if wanted <= {(r.workload, r.provider) for r in rows} and all(of_today(r, now) for r in rows):
+            pairs = {(w, provider) for w, who in work for provider in who}
+            if pairs <= {(r.workload, r.provider) for r in rows} and all(of_today(r, now) for r in rows):
                 continue
             command = ("bench", "--suite", name, "--modes", mode, *rounds, "--record")
-            share = len(wanted) / len(rows) if rows else 1.0
+            share = len(pairs) / len(rows) if rows else 1.0
             found.append(Stage(command, file, _seconds(rows) * max(share, 1.0), () if suite.fresh else work))
     return found
 
@@ -144,7 +144,7 @@ def _seconds(rows: list[Record]) -> float:
     return (times[-1] - times[0]).total_seconds() * len(times) / (len(times) - 1) + START_S
 
 
-def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
+def run(left: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
     """Run the commands one after the other; whether all of them were run and succeeded.
 
     What a suite calls is compiled ahead, by several processors. A command that would not end within the limit is left
@@ -153,7 +153,7 @@ def run(wanted: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) ->
     """
     deadline, whole = time.monotonic() + limit_s, True
     with compilers(min(MOST_PROCESSES, os.cpu_count() or 1)) as pool:
-        for stage in wanted:
+        for stage in left:
             start = time.monotonic()
             if stage.seconds > deadline - start:
                 tell(f"left out, {stage.seconds:.0f} s of {deadline - start:.0f}: {stage}")
