@@ -55,7 +55,7 @@ def test_nothing_is_written_without_a_gpu(tmp_path: Path) -> None:
 
 def test_tests_are_run_and_counted(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text("def test_passes(): pass\ndef test_fails(): assert False\n")
-    found = verify.run_tests(tmp_path, 60, print, marker="not gpu")
+    found = verify.run_tests(tmp_path, 60, marker="not gpu")
     assert (found["passed"], found["failed"]) == (1, 1)
 
 
@@ -140,7 +140,7 @@ def test_only_what_was_judged_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     folder.mkdir()
     (folder / "evidence.json").write_text(json.dumps({"runs": [passed("old")]}))
 
-    def run_tests(root, limit_s, names):
+    def run_tests(root, limit_s, names, tell):
         asked.append(names)
         return outcome(*against, failed=len(against)) | {"modules": {}}
 

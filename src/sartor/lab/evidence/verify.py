@@ -105,8 +105,8 @@ def run_tests(
     root: Path, limit_s: float, names: Sequence[str] = (), marker: str = "gpu and not slow",
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Counts of `pytest -m <marker>`, or of those of its tests that judge some kernels; `tell` is told why tests fail. A
-    run over its limit counts as one failure, with what it was stopped at."""
+    """Counts of `pytest -m <marker>`, or of those of its tests that judge some kernels; `tell` is told why tests fail.
+    A run over its limit counts as one failure, with what it was stopped at."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-m", marker, "-q", f"--maxfail={STOP_AT}", f"--junitxml={xml}"]
