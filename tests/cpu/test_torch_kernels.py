@@ -8,7 +8,7 @@ import torch
 import buried
 import sartor
 from sartor import mods, testing
-from sartor.kernels import blocked, spans, torch_cpu
+from sartor.kernels import blocked, kept, spans, torch_cpu
 from sartor.mods.core import interval
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -291,3 +291,35 @@ def test_a_call_to_be_repaired_has_no_node_of_pytorchs():
     for tensors, options in [*calls, ((q, k, v), {"bias": bias.requires_grad_()})]:
         out = sartor.attention(*tensors, **options)
         assert not any(name.startswith("ScaledDot") for name in nodes(out.grad_fn))
+
+
+@pytest.mark.parametrize("name", ["slopes", "documents", "table"])
+def test_what_was_added_is_made_again_when_its_data_changes(name, monkeypatch):
+    """In place too, and past autograd's count of changes; of equal data nothing is evaluated."""
+    data = {"slopes": torch.ones(2), "documents": torch.arange(40)[None] // 7, "table": draw(40)}[name]
+    made = {
+        "slopes": lambda t: {"alibi_slopes": t},
+        "documents": lambda t: {"mask": mods.document(t)},
+        "table": lambda t: {"score": mods.Score(lambda s, b, h, q, kv: s + t[kv])},
+    }[name]
+    q, k, v = testing.make_inputs(1, 2, 2, 40, 40, 8, dtype=torch.float32, layout="bshd")
+    first = sartor.attention(q, k, v, **made(data))
+    data.data.zero_()
+    changed = sartor.attention(q, k, v, **made(data))
+    assert not torch.equal(first, changed)
+    assert torch.allclose(changed, sartor.attention(q, k, v, kernel="reference", **made(data)), atol=1e-5)
+    data = data.clone()
+    monkeypatch.setattr(spans, "evaluate", None)
+    assert torch.equal(sartor.attention(q, k, v, **made(data)), changed)
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(torch_cpu, "_KEPT", torch_cpu.Kept())
+    for length in (600, 601, 602, 603, 1025):
+        q, k, v = testing.make_inputs(1, 16, 16, 100, length, 8, dtype=torch.float32, layout="bshd")
+        sartor.attention(q, k, v, alibi_slopes=torch.ones(16))
+    sizes = [size for _, _, size in torch_cpu._KEPT._found.values()]
+    assert len(sizes) == 5
+    monkeypatch.setattr(kept, "MOST", max(sizes) + 1)
+    sartor.attention(q, k, v, alibi_slopes=torch.ones(16), causal=True)
+    assert sum(size for _, _, size in torch_cpu._KEPT._found.values()) <= kept.MOST

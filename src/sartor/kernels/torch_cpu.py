@@ -38,7 +38,8 @@ from sartor.features import (
 )  # fmt: skip
 from sartor.kernels import blocked
 from sartor.kernels.algebra import LARGE, finite, resolved, spoiled, working_dtype
-from sartor.kernels.spans import KEPT, Frame, frames, hidden
+from sartor.kernels.kept import DATA, EACH, Kept
+from sartor.kernels.spans import Frame, frames, hidden
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.mods.masks import causal
 from sartor.mods.program import Program
@@ -54,6 +55,9 @@ ROWS = 256  # of a block of queries: what is added to its scores stays in the ca
 WHOLE = 2**22  # elements of a tensor mask that are added at once: many, as the backward is slower block by block
 FEW = 64  # rows up to which the product of what lse holds is neither too large nor too small
 KEYS = 512  # up to which the keys are not cut: to find out which are reached takes longer than they do
+
+
+_KEPT = Kept()
 
 
 class TorchCpu:
@@ -203,33 +207,40 @@ def _block(p: Problem, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 
 
 def blocks(plan: Plan, x: Operands) -> Iterable[Block]:
-    """The blocks of a call, which the plan keeps where they are small and no data says what they are."""
+    """The blocks of a call, kept for the next one of the plan where they are small and read little data, or none."""
     p = plan.problem
-    if any(isinstance(a, Tensor) for a in x.aux) or p.seqlen_q * p.seqlen_kv > KEPT:
+    data = [a for a in x.aux if isinstance(a, Tensor)]
+    if p.seqlen_q * p.seqlen_kv > EACH or sum(t.numel() for t in data) > DATA or _given(p.program):
         return _blocks(plan, x)
-    kept: list[Block] | None = plan.cache.get("blocks")  # type: ignore[assignment]
-    if kept is None:
-        kept = list(_blocks(plan, x))
-        if sum(0 if block.added is None else block.added.numel() for block in kept) <= KEPT:
-            plan.cache["blocks"] = kept
-    return kept
+    found: list[Block] | None = _KEPT.get(plan, data)
+    if found is None:
+        found = list(_blocks(plan, x))
+        _KEPT.add(plan, data, found, 1 + sum(0 if block.added is None else block.added.numel() for block in found))
+    return found
+
+
+def _given(program: Program) -> bool:
+    """Whether what is added is a tensor of the caller's as it is, or says itself who sees whom."""
+    score, keep = program.score, program.keep
+    if keep is None:
+        return score is not None and score.text() == "(s + aux[0])"
+    return score is None and keep.op == "aux"
 
 
 def _blocks(plan: Plan, x: Operands) -> Iterator[Block]:
     p = plan.problem
     everything = slice(0, p.batch), slice(0, p.seqlen_q), slice(0, p.seqlen_kv)
-    if len(x.aux) == 1 and isinstance(x.aux[0], Tensor):
-        given, score, keep = x.aux[0], p.program.score, p.program.keep
-        if keep is None and score is not None and score.text() == "(s + aux[0])":
+    if len(x.aux) == 1 and isinstance(x.aux[0], Tensor) and _given(p.program):
+        given = x.aux[0]
+        if p.program.keep is None:
             yield Block(*everything, _dense(given, x.q.dtype))
             return
-        if score is None and keep is not None and keep.op == "aux":
-            rows = p.seqlen_q if given.shape[2] == 1 else max(1, WHOLE * p.seqlen_q // given.numel())
-            for first in range(0, p.seqlen_q, rows):
-                i = slice(first, min(first + rows, p.seqlen_q))
-                some = given if given.shape[2] == 1 else given[:, :, i]
-                yield Block(everything[0], i, everything[2], _dense(hidden(some, working_dtype(p)), x.q.dtype))
-            return
+        rows = p.seqlen_q if given.shape[2] == 1 else max(1, WHOLE * p.seqlen_q // given.numel())
+        for first in range(0, p.seqlen_q, rows):
+            i = slice(first, min(first + rows, p.seqlen_q))
+            some = given if given.shape[2] == 1 else given[:, :, i]
+            yield Block(everything[0], i, everything[2], _dense(hidden(some, working_dtype(p)), x.q.dtype))
+        return
     for frame in frames(plan, x):
         for span in frame.spans(ROWS, KEYS):
             keys = slice(span.lo, span.hi) if span.lo < span.hi else slice(0, 0)
