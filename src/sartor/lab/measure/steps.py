@@ -198,7 +198,8 @@ def main(results: Path, plan: Plan = Plan()) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = Run.start(SUITE, device)
     store = Store(results, run)
-    store.add(measure(plan, device, run))
+    for record in measure(plan, device, run):
+        store.add([record])
     store.close(replace=True)
 
 
