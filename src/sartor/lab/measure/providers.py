@@ -21,7 +21,7 @@ from sartor import kernels
 from sartor.device import Device
 from sartor.errors import Unsupported
 from sartor.lab.ladder import catalogue as ladder
-from sartor.lab.measure import ablation
+from sartor.lab.measure import ablation, flash
 from sartor.lab.measure.memory import available_bytes
 from sartor.lab.workloads.workload import Inputs, Pattern, Workload
 
@@ -230,6 +230,8 @@ provider("sdpa", _no_softcap)(_sdpa(None))
 provider("sdpa-cudnn", _sdpa_gpu(True, True, False))(_sdpa(SDPBackend.CUDNN_ATTENTION))
 provider("sdpa-flash", _sdpa_gpu(False, True, False, 256))(_sdpa(SDPBackend.FLASH_ATTENTION))
 provider("sdpa-efficient", _sdpa_gpu(True, False, True))(_sdpa(SDPBackend.EFFICIENT_ATTENTION))
+for _name, _library in flash.LIBRARIES.items():
+    provider(_name, _library.why_not)(_library.make)
 
 
 def lse(name: str, w: Workload, x: Inputs) -> Tensor | None:

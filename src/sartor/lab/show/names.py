@@ -30,6 +30,9 @@ PROVIDERS = {
     "sdpa-flash": Look("PyTorch SDPA (FlashAttention-2)", "#009E73", "P"),
     "sdpa-efficient": Look("PyTorch SDPA (efficient)", "#56B4E9", "h"),
     "sdpa-cudnn": Look("PyTorch SDPA (cuDNN)", "#0072B2", "^"),
+    "flash-attn": Look("flash-attn 2", "#117733", "p"),
+    "fa3": Look("FlashAttention-3", "#882299", "d"),
+    "fa4": Look("FlashAttention-4", "#AA4466", "<"),
     "flex": Look("FlexAttention", "#CC79A7", "s"),
 }
 SHADES = ("#F2B27F", "#D55E00", "#A04000", "#5A2100")  # of rungs and of kernels by name, in order of appearance

@@ -10,7 +10,7 @@ from sartor.lab.evidence.evidence import Evidence
 from sartor.lab.measure import ablation, profile
 from sartor.lab.measure import records as store
 from sartor.lab.measure.records import CEILINGS, Record
-from sartor.lab.show import climb, ranks, tables
+from sartor.lab.show import climb, ranks, steps, tables
 from sartor.lab.show.table import Table
 from sartor.lab.workloads import suites
 from sartor.lab.workloads.workload import MODES
@@ -18,7 +18,7 @@ from sartor.lab.workloads.workload import MODES
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 VIEWS = (
     "fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host", "first", "visited", "changes",
-    "ranks", "traffic",
+    "ranks", "traffic", "steps",
 )  # fmt: skip
 FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md", "docs/distributed.md")
 
@@ -64,6 +64,7 @@ def _table(view: str, suite: str, chosen: list[Record], verified: tables.Verifie
         "host": lambda: tables.host(chosen),
         "ranks": lambda: ranks.errors(chosen),
         "traffic": lambda: ranks.traffic(chosen),
+        "steps": lambda: steps.steps(chosen),
     }
     if view in plain:
         return plain[view](), False

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sartor.lab.measure.flash import ABSENT
 from sartor.lab.measure.records import CEILINGS, Record
 
 AXES = ("mode", "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim", "dim_v", "mask", "data")
@@ -71,8 +72,9 @@ class Pivot:
 
     @classmethod
     def of(cls, records: list[Record]) -> Pivot:
-        """The pivot of some records, ceilings left out."""
-        records = [r for r in records if r.mode != CEILINGS]
+        """The pivot of some records, without ceilings and without libraries that were not installed."""
+        here = [r for r in records if not (r.skipped or "").endswith(ABSENT)]
+        records = [r for r in here if r.mode != CEILINGS]
         rows: dict[Any, Cells] = {}
         for r in records:
             rows.setdefault(r.workload, {})[r.provider] = r
