@@ -1,12 +1,8 @@
 """Pages link to files of the repository as a reader on GitHub follows them; the site carries these files along.
 
 A page of docs/ may name a plot of benchmarks/results or an example, and CONTRIBUTING.md and CHANGELOG.md at the root
-<<<<<<< HEAD
 are pages as well. Links are resolved against the repository; what they name outside of docs/ becomes a file of the
 site.
-=======
-are pages as well. Links are resolved against the repository; what they name outside of docs/ becomes a file of it.
->>>>>>> main
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,8 @@ def test_a_page_leads_to_each_example(example: Path) -> None:
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_is_short(name: str) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= MOST_LINES[name]
+
+
+def test_no_file_holds_both_sides_of_a_merge() -> None:
+    tracked = subprocess.run(["git", "grep", "-lE", r"^(<{7}|>{7}) "], cwd=ROOT, capture_output=True, check=False)
+    assert tracked.returncode == 128 or tracked.stdout.decode() == "", "128: a copy without its history"
