@@ -26,7 +26,7 @@ class Kept:
 
     def add(self, plan: Plan, data: list[torch.Tensor], value: Any, size: int) -> None:
         """Keep a value of so many elements, none of which lies in `data`."""
-        if size > EACH:
+        if size > EACH or torch.is_inference_mode_enabled():  # autograd could not save what is made there
             return
         self._found.pop(plan, None)
         for old in list(self._found):

@@ -38,9 +38,11 @@ class Last(torch.autograd.Function):
 
 def attend(plan: Plan, x: Operands) -> Tensor | None:
     """out of a plan of `torch_cpu`, in the layout of `x`, for autograd to follow; None of a call that takes several
-    blocks, wants other gradients than those of q, k and v, or has to be repaired."""
+    blocks, wants other gradients than those of q, k and v, has to be repaired, or whose saved tensors have hooks."""
     p, added, is_causal = plan.problem, None, False
     if p.bias_shape is not None or p.table_shapes or torch._C._is_any_autocast_enabled():
+        return None
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # they may give back other strides
         return None
     if torch_cpu.at_once(p, x):
         is_causal = p.program == torch_cpu.CAUSAL
