@@ -302,8 +302,9 @@ class BlockedBackward:
                     sums.add(span, tile.block_n)
                 for whole, d in ((dq, sums.dq), (dk, sums.dk), (dv, sums.dv)):
                     whole[part.frame.items] = heads_last(d, part.frame.batch).to(whole.dtype)
-                for whole, d in ((base, sums.base), (gain, sums.gain)):
-                    whole[part.frame.items] = d.view(whole[part.frame.items].shape)
+                if x.sinks is not None:
+                    for whole, d in ((base, sums.base), (gain, sums.gain)):
+                        whole[part.frame.items] = d.view(whole[part.frame.items].shape)
         return Gradients(dq, dk, dv, dbias, sink_gradient(x, base, delta, gain), dtables)
 
 

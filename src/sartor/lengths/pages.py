@@ -53,15 +53,12 @@ def write_back(pages: Tensor, table: Tensor, whole: Tensor, lengths: Tensor | in
 
     Places that an item has no page for are left out.
     """
-    begin = (
-        lengths
-        if isinstance(lengths, Tensor)
-        else torch.full((table.shape[0],), lengths, dtype=torch.int64, device=table.device)
-    )
-    at = begin.long().clamp(0, whole.shape[1] - added)[:, None] + torch.arange(
-        added, dtype=torch.int64, device=table.device
-    )
-    item = torch.arange(table.shape[0], dtype=torch.int64, device=table.device)[:, None]
+    items, device = table.shape[0], table.device
+    if not isinstance(lengths, Tensor):
+        lengths = torch.full((items,), lengths, dtype=torch.int64, device=device)
+    new = torch.arange(added, dtype=torch.int64, device=device)
+    at = lengths.long().clamp(0, whole.shape[1] - added)[:, None] + new
+    item = torch.arange(items, dtype=torch.int64, device=device)[:, None]
     page, place = table.long()[item, at // pages.shape[1]], at % pages.shape[1]
     there = (page >= 0)[..., None, None]
     page = page.clamp(0, pages.shape[0] - 1)

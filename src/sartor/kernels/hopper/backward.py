@@ -73,9 +73,8 @@ ROUND = Params(
     seqlen_q="int",
     scale="float",
 )
-ORDERED = PARAMS.followed_by(
-    {"order": "int*", "blocks": "int"}
-)  # of blocks, where tables tell the intervals of held rows
+# Where tables tell the intervals of held rows, the order of blocks and how many there are
+ORDERED = PARAMS.followed_by({"order": "int*", "blocks": "int"})
 ORDER = Params("order_blocks", order="int*", **LENGTHS, batch="int")
 MAPPED = ("held_x", "held_y", "x", "y")  # parameters
 DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
@@ -127,8 +126,12 @@ class HopperBackward(TritonBackward):
         key = launch.key(saved)
         ready: Any = plan.cache.get(("hopper", key))
         if ready is None:
-            ready = plan.cache["hopper", key] = Ready.of(plan.problem, x, saved, key, plan.device.sm_count or 1)
+            ready = plan.cache["hopper", key] = self.ready(plan, x, saved, key)
         return ready.run(plan, x, saved)  # type: ignore[no-any-return]
+
+    def ready(self, plan: Plan, x: Operands, saved: Saved, key: object) -> Ready:
+        """The launches of calls with this key."""
+        return Ready.of(plan.problem, x, saved, key, plan.device.sm_count or 1)
 
     def repairs(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
         """The launches of `triton_backward` over what was marked."""

@@ -38,7 +38,7 @@ from sartor.kernels.hopper import pieces as cutting
 from sartor.kernels.hopper.backward import PREPROCESS, HopperBackward, Ready, Step, tidy, tidy_out
 from sartor.kernels.hopper.pieces import Piece, Shape
 from sartor.kernels.room import Room
-from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
+from sartor.kernels.spec import Operands, Plan, Saved, Tile
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import dense_like, padded_rows
 from sartor.problem import Problem
@@ -99,13 +99,9 @@ class WideBackward(HopperBackward):
         """Dynamic shared memory that a block takes, of the kernels the one that takes most."""
         return max(OfKeys(plan.problem).shared_bytes, OfQueries(plan.problem).shared_bytes)
 
-    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
-        """dq, dk, dv, dsinks."""
-        key = launch.key(saved)
-        ready: Any = plan.cache.get(("hopper", key))
-        if ready is None:
-            ready = plan.cache["hopper", key] = WideReady.of(plan.problem, x, saved, key, plan.device.sm_count or 1)
-        return ready.run(plan, x, saved)  # type: ignore[no-any-return]
+    def ready(self, plan: Plan, x: Operands, saved: Saved, key: object) -> WideReady:
+        """The launches of calls with this key."""
+        return WideReady.of(plan.problem, x, saved, key, plan.device.sm_count or 1)
 
     def notes(self, p: Problem) -> Iterable[str]:
         """Memory that a call takes besides its results, and what it is for."""
