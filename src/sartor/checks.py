@@ -89,6 +89,10 @@ def is_integer(value: Any) -> bool:
 
 def sides(window: Any) -> tuple[int | None, int | None]:
     """(left, right) of a window, each an int >= 0, or None for unbounded, which -1 is too."""
+    if type(window) is tuple and len(window) == 2:  # what most calls give
+        left, right = window
+        if type(left) is int and type(right) is int and left >= -1 <= right:
+            return None if left == -1 else left, None if right == -1 else right
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window must be None or a pair (left, right), got {window!r}")
     left, right = window
@@ -146,13 +150,14 @@ def slopes_without_gradient(t: Any) -> None:
         raise NotImplementedError("alibi_slopes has no gradient here: expected requires_grad=False, got True")
 
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_trace = torch._C._get_tracing_state
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def needs_operator(t: Any) -> bool:
     """Whether something wants to see an operator: a compiler, a tracer, a dispatch mode, a tensor subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or not (type(t) is torch.Tensor or type(t) is torch.nn.Parameter or not isinstance(t, torch.Tensor))
-        or (isinstance(t, torch.Tensor) and t.is_meta)
-    )
+    if torch.compiler.is_compiling() or _dispatch_modes() > 0 or _transforms() is not None or _trace() is not None:
+        return True
+    return isinstance(t, torch.Tensor) and (type(t) not in _PLAIN or t.is_meta)

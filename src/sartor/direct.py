@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import metadata as packages
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import torch
 from sartor import driver
 
 KNOWN = (3, 5), (3, 7)  # releases, first and last
-LETTERS = {"i32": "i", "i64": "q", "fp32": "f"}  # of `driver.Frame`, by Triton's types
+LETTERS = {"i32": "i", "i64": "q", "fp32": "f"}  # of `driver.Step`, by Triton's types
 NUMBERS = frozenset({int, type(None)})
 SCRATCH = 2  # pointers after the arguments
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)\b")
@@ -58,12 +59,20 @@ def parameters(ptx: str) -> list[int]:
     return [int(bits) // 8 for bits in _PARAMETER.findall(ptx[start : ptx.index(")", start)])]
 
 
-def hooked() -> bool:
-    """Whether someone wants to hear of each launch: Triton's own launcher tells them."""
+@cache
+def _runtime() -> Any:
     from triton import knobs
 
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    return knobs.runtime
+
+
+def hooked() -> bool:
+    """Whether someone wants to hear of each launch: Triton's own launcher tells them."""
+    runtime = _runtime()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True))
+    )
 
 
 def plain(metadata: Any) -> bool:
@@ -92,10 +101,7 @@ class Open:
     """A compiled kernel of which every argument may change with each call: tensors first, then numbers."""
 
     def __init__(self, compiled: Any, letters: str) -> None:
-        metadata, n = compiled.metadata, len(letters)
-        self.function, fixed = ctypes.c_void_p(compiled.function), {n + i: 0 for i in range(SCRATCH)}
-        block = 32 * metadata.num_warps
-        self.launcher = driver.Launcher(metadata.name, block, metadata.shared, letters + "P" * SCRATCH, fixed)
+        self.launches = driver.Launches(_step(compiled, letters, {}, (1, 1, 1)))
 
     @classmethod
     def of(cls, compiled: Any, version: tuple[int, ...]) -> Open | None:
@@ -107,30 +113,47 @@ class Open:
 
     def start(self, grid: int, addresses: Sequence[int], numbers: Sequence[int], stream: int) -> None:
         """Launch."""
-        self.launcher.start(self.function, (grid, 1, 1), stream, (*addresses, *numbers))
+        self.launches.start((*addresses, *numbers), stream, (grid, 1, 1))
 
 
 class Direct:
     """A compiled kernel with everything about a launch of it that no call changes."""
 
     def __init__(self, compiled: Any, found: list[Leaf], grid: int) -> None:
-        letters = "".join(leaf.letter or "" for leaf in found) + "P" * SCRATCH
+        self.found = [leaf._replace(value=None) for leaf in found]  # which may be a tensor, that would stay allocated
         fixed = {i: _value(leaf) for i, leaf in enumerate(found) if leaf.letter != "P"}
-        fixed |= {len(found) + i: 0 for i in range(SCRATCH)}
         self.changing = [(leaf.name, leaf.path) for leaf in found if leaf.letter == "P"]
         self.names = None if any(path for _, path in self.changing) else [name for name, _ in self.changing]
-        self.function, self.grid = ctypes.c_void_p(compiled.function), (grid, 1, 1)
-        metadata = compiled.metadata
-        self.launcher = driver.Launcher(metadata.name, 32 * metadata.num_warps, metadata.shared, letters, fixed)
+        self.step = _step(compiled, "".join(leaf.letter or "" for leaf in found), fixed, (grid, 1, 1))
+        self.launches = driver.Launches(self.step)
 
-    @classmethod
-    def of(cls, compiled: Any, arguments: dict[str, Any], grid: int, version: tuple[int, ...]) -> Direct | None:
-        """For a kernel compiled for these arguments; None where Triton had better launch it."""
+    def like(self, arguments: dict[str, Any], grid: int) -> Direct:
+        """The same kernel for other arguments of the same kinds."""
+        same = object.__new__(Direct)
+        same.found, same.changing, same.names = self.found, self.changing, self.names
+        fixed = dict(self.step.fixed)
+        for i, (letter, name, path, _) in enumerate(self.found):
+            if letter != "P":
+                value = arguments[name]
+                for place in path:
+                    value = value[place]
+                fixed[i] = ctypes.c_float(value).value if letter == "f" else value
+        same.step = replace(self.step, fixed=fixed, grid=(grid, 1, 1))
+        same.launches = driver.Launches(same.step)
+        return same
+
+    @staticmethod
+    def serves(compiled: Any, arguments: dict[str, Any], version: tuple[int, ...]) -> bool:
+        """Whether the driver may launch a kernel compiled for arguments of these kinds, or Triton had better do it."""
         signature = compiled.src.signature
         if not KNOWN[0] <= version <= KNOWN[1] or list(signature) != list(arguments) or not plain(compiled.metadata):
-            return None
-        found = [leaf for name, kind in signature.items() for leaf in leaves(kind, arguments[name], name)]
-        return cls(compiled, found, grid) if as_written(compiled, [leaf.letter for leaf in found]) else None
+            return False
+        return as_written(compiled, [leaf.letter for leaf in _found(compiled, arguments)])
+
+    @classmethod
+    def of(cls, compiled: Any, arguments: dict[str, Any], grid: int) -> Direct:
+        """For a kernel that `serves` these arguments."""
+        return cls(compiled, _found(compiled, arguments), grid)
 
     def addresses(self, arguments: dict[str, Any]) -> Sequence[int]:
         """What changes, in the order of the parameters; 0 for what is not among `arguments`."""
@@ -148,7 +171,26 @@ class Direct:
 
     def start(self, arguments: dict[str, Any], stream: int) -> None:
         """Launch with tensors, or their addresses, by the names of arguments."""
-        self.launcher.start(self.function, self.grid, stream, self.addresses(arguments))
+        self.launches.start(self.addresses(arguments), stream)
+
+    def among(self, places: Mapping[Any, int]) -> driver.Step:
+        """The launch as one of several that share values: `places` has theirs by names of arguments, or, of what is
+        inside of a tuple, by (name, *path)."""
+        return replace(self.step, given=tuple(places[(name, *path) if path else name] for name, path in self.changing))
+
+
+def _found(compiled: Any, arguments: dict[str, Any]) -> list[Leaf]:
+    return [leaf for name, kind in compiled.src.signature.items() for leaf in leaves(kind, arguments[name], name)]
+
+
+def _step(compiled: Any, letters: str, fixed: dict[int, Any], grid: driver.Grid) -> driver.Step:
+    """With the pointers to scratch that follow the parameters."""
+    metadata = compiled.metadata
+    fixed = fixed | {len(letters) + i: 0 for i in range(SCRATCH)}
+    return driver.Step(
+        letters + "P" * SCRATCH, fixed, None, compiled.function, metadata.name, grid, 32 * metadata.num_warps,
+        metadata.shared,
+    )  # fmt: skip
 
 
 def current_stream() -> int:

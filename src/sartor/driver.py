@@ -1,27 +1,31 @@
 """The CUDA driver's launch, called with little ceremony: arguments lie in a frame that is laid out once.
 
 Triton's launcher parses every argument anew, which takes 10 to 15 us of host time a launch. Here a call writes
-only the arguments that it changes, and calls cuLaunchKernel through ctypes.
+only the arguments that it changes, and calls cuLaunchKernelEx through ctypes, which takes four arguments where
+cuLaunchKernel takes eleven.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 
+@cache
 def size(letter: str) -> int:
     """Bytes of a parameter; letters are those of `Frame`."""
     return struct.calcsize("=" + letter.replace("P", "Q"))
 
 
-_NONE = ctypes.c_void_p(0)
-_ONE = ctypes.c_uint(1)
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+Grid = tuple[int, int, int]
+Form = tuple[Sequence[str], tuple[int, ...], tuple[int, ...] | None]  # letters, which are fixed, what the others take
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class LaunchError(RuntimeError):
@@ -32,8 +36,8 @@ class LaunchError(RuntimeError):
 def library() -> Any:
     """The driver. Raises OSError where there is none."""
     found = ctypes.WinDLL("nvcuda") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")  # type: ignore[attr-defined]
-    start, integer, pointer = found.cuLaunchKernel, ctypes.c_uint, ctypes.c_void_p
-    start.argtypes = [pointer, *[integer] * 7, pointer, pointer, pointer]
+    integer, pointer = ctypes.c_uint, ctypes.c_void_p
+    found.cuLaunchKernelEx.argtypes = [pointer] * 4
     encode = found.cuTensorMapEncodeTiled
     encode.argtypes = [pointer, integer, integer, pointer, pointer, pointer, pointer, pointer, *[integer] * 4]
     return found
@@ -46,7 +50,7 @@ def name_of(status: int) -> str:
     return (name.value or b"CUresult %d" % status).decode()
 
 
-def _bind() -> None:
+def bind() -> None:
     """Make the context that torch uses on its current device this thread's own."""
     import torch
 
@@ -55,66 +59,152 @@ def _bind() -> None:
     library().cuCtxSetCurrent(context)
 
 
-class Frame:
-    """The arguments of one launch in memory: values, and the array of pointers to them that cuLaunchKernel takes.
+@dataclass(frozen=True)
+class Step:
+    """One launch.
 
     Args:
         letters: one a parameter, as `struct` has them: q int64, i int32, f float32, 128s bytes; P for a pointer (int).
-        fixed: the values of parameters, by index, that are the same in every launch; `write` takes the others.
-    """
-
-    def __init__(self, letters: Sequence[str], fixed: Mapping[int, Any] | None = None) -> None:
-        kept, codes, sizes = fixed or {}, [letter.replace("P", "Q") for letter in letters], list(map(size, letters))
-        changing = [i for i in range(len(letters)) if i not in kept]
-        order = [*changing, *kept]  # in memory: what changes comes first, to be written at once
-        self.packer = struct.Struct("=" + "".join(codes[i] for i in changing))
-        self.values = ctypes.create_string_buffer(sum(sizes))
-        places, end = {}, 0
-        for i in order:
-            places[i], end = ctypes.addressof(self.values) + end, end + sizes[i]
-        rest = struct.Struct("=" + "".join(codes[i] for i in kept))
-        rest.pack_into(self.values, self.packer.size, *kept.values())
-        self.pointers = (ctypes.c_void_p * len(letters))(*(places[i] for i in range(len(letters))))
-        self.address = ctypes.c_void_p(ctypes.addressof(self.pointers))
-
-    def write(self, values: Sequence[Any]) -> None:
-        """Put the values that change, in the order of their parameters."""
-        self.packer.pack_into(self.values, 0, *values)
-
-
-class Launcher:
-    """Launches of one kernel with frames of one layout; threads may launch at the same time.
-
-    Args:
+        fixed: the values of parameters, by index, that are the same in every launch.
+        given: for each of the others the place of its value among those of a call; by default they come in order.
+        function: the driver's handle.
         name: the kernel's, for messages.
         block: threads a block.
         shared: bytes of dynamic shared memory a block.
-        letters, fixed: as for `Frame`.
     """
 
-    def __init__(
-        self, name: str, block: int, shared: int, letters: Sequence[str], fixed: Mapping[int, Any] | None = None
-    ) -> None:
-        self.name, self.letters, self.fixed = name, letters, fixed
-        self.block, self.shared = ctypes.c_uint(block), ctypes.c_uint(shared)
+    letters: Sequence[str]
+    fixed: Mapping[int, Any] = field(default_factory=dict)
+    given: tuple[int, ...] | None = None
+    function: int = 0
+    name: str = ""
+    grid: Grid = (1, 1, 1)
+    block: int = 1
+    shared: int = 0
+
+    @property
+    def form(self) -> Form:
+        """What its values' places depend on."""
+        return self.letters, tuple(self.fixed), self.given
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig, without attributes."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class _Layout(NamedTuple):
+    """Where values lie in a frame, for launches of these forms; launches of another length have the same."""
+
+    changing: struct.Struct  # what each call writes
+    fixed: struct.Struct  # what comes after
+    places: tuple[list[int], ...]  # of each launch, where the values of its parameters begin
+    arrays: tuple[Any, ...]  # of each launch, the type of its pointers
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(forms: tuple[Form, ...], count: int) -> _Layout:
+        """For `count` values a call, or as many as are taken; one that no launch takes passes for a pointer.
+
+        Raises TypeError where parameters of different sizes would take one value.
+        """
+        found: dict[int, str] = {}
+        takes = []
+        for letters, fixed, given in forms:
+            changing = [i for i in range(len(letters)) if i not in fixed]
+            takes.append(dict(zip(changing, range(len(changing)) if given is None else given, strict=True)))
+            for i, place in takes[-1].items():
+                if found.setdefault(place, letters[i]) != letters[i]:
+                    raise TypeError(f"value {place} cannot be taken as {letters[i]} and as {found[place]}")
+        codes = [found.get(place, "P") for place in range(max([count, *(place + 1 for place in found)]))]
+        rest = [letters[i] for letters, fixed, _ in forms for i in fixed]
+        ends = list(itertools.accumulate(map(size, [*codes, *rest]), initial=0))
+        after = iter(ends[len(codes) :])
+        places = []
+        for (letters, fixed, _), taken in zip(forms, takes, strict=True):
+            at = {i: ends[place] for i, place in taken.items()} | {i: next(after) for i in fixed}
+            places.append([at[i] for i in range(len(letters))])
+        return _Layout(
+            _packed(codes), _packed(rest), tuple(places), tuple(ctypes.c_void_p * len(at) for at in places)
+        )  # fmt: skip
+
+
+def _packed(letters: Sequence[str]) -> struct.Struct:
+    return struct.Struct("=" + "".join(letters).replace("P", "Q"))
+
+
+class Frame:
+    """What cuLaunchKernelEx reads of one or more launches: values, pointers to them, grids and streams.
+
+    A value that several launches take is there once. `write` puts those of a call.
+    """
+
+    def __init__(self, steps: Sequence[Step], count: int = 0) -> None:
+        layout = _Layout.of(tuple([step.form for step in steps]), count)
+        self.packer, split = layout.changing, layout.changing.size
+        self.values = ctypes.create_string_buffer(split + layout.fixed.size)
+        layout.fixed.pack_into(self.values, split, *[value for step in steps for value in step.fixed.values()])
+        begin = ctypes.addressof(self.values)
+        arrays = zip(layout.arrays, layout.places, strict=True)
+        self.pointers = [array(*[begin + place for place in places]) for array, places in arrays]
+        self.configs = [_Config(step.grid, (step.block, 1, 1), step.shared) for step in steps]
+        self.stream, self.grid = 0, steps[0].grid
+        starts = zip(self.configs, steps, self.pointers, strict=True)
+        self.starts = [(ctypes.addressof(c), step.function, ctypes.addressof(at), 0) for c, step, at in starts]
+
+    def write(self, values: Sequence[Any]) -> None:
+        """Put the values of a call."""
+        self.packer.pack_into(self.values, 0, *values)
+
+    def place(self, stream: int, grid: Grid) -> None:
+        """Put the stream, and the grid of the first launch."""
+        self.stream, self.grid = stream, grid
+        self.configs[0].grid = grid
+        for config in self.configs:
+            config.stream = stream
+
+
+class Launches:
+    """Launches one after the other, with frames of one layout; threads may launch at the same time.
+
+    Args:
+        steps: of each launch.
+        count: values of a call, of which some may be taken by none.
+    """
+
+    def __init__(self, *steps: Step, count: int = 0) -> None:
+        self.steps, self.count, self.grid = steps, count, steps[0].grid
         self._frames: list[Frame] = []
 
-    def start(self, function: ctypes.c_void_p, grid: tuple[int, int, int], stream: int, values: Sequence[Any]) -> None:
-        """Launch `function` on a stream (a raw handle). Raises LaunchError with the driver's reason."""
+    def start(self, values: Sequence[Any], stream: int, grid: Grid | None = None) -> None:
+        """Launch on a stream (a raw handle), the first one on `grid` where that is given.
+
+        Raises LaunchError with the driver's reason.
+        """
         try:  # frames are lent, never shared: a list's pop and append are atomic
             frame = self._frames.pop()
         except IndexError:
-            frame = Frame(self.letters, self.fixed)
-        frame.write(values)
-        status = library().cuLaunchKernel(
-            function, *grid, self.block, _ONE, _ONE, self.shared, stream, frame.address, _NONE
-        )
-        if status == _NO_CONTEXT:  # a thread of autograd's that has called nothing of CUDA's yet
-            _bind()
-            status = library().cuLaunchKernel(
-                function, *grid, self.block, _ONE, _ONE, self.shared, stream, frame.address, _NONE
-            )
+            frame = Frame(self.steps, self.count)
+        frame.packer.pack_into(frame.values, 0, *values)
+        if frame.stream != stream or (grid or self.grid) != frame.grid:
+            frame.place(stream, grid or self.grid)
+        launch = library().cuLaunchKernelEx
+        for config, function, pointers, extra in frame.starts:
+            status = launch(config, function, pointers, extra)
+            if status == NO_CONTEXT:  # a thread of autograd's that has called nothing of CUDA's yet
+                bind()
+                status = launch(config, function, pointers, extra)
+            if status:
+                raise LaunchError(self._refused(frame, config, status))
         self._frames.append(frame)
-        if status:
-            shape = f"grid {grid}, block {self.block.value}, {self.shared.value} bytes of shared memory"
-            raise LaunchError(f"{self.name} ({shape}) did not launch: {name_of(status)}")
+
+    def _refused(self, frame: Frame, config: int, status: int) -> str:
+        """In words."""
+        step = self.steps[[start[0] for start in frame.starts].index(config)]
+        grid = frame.grid if step is self.steps[0] else step.grid
+        shape = f"grid {grid}, block {step.block}, {step.shared} bytes of shared memory"
+        return f"{step.name} ({shape}) did not launch: {name_of(status)}"

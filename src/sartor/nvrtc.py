@@ -23,6 +23,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from sartor import cache as disk
 from sartor import driver
 from sartor.driver import LaunchError
@@ -259,11 +261,9 @@ class Kernel:
     ) -> None:
         self.binary, self.name, self.params, self.block, self.shared = binary, params.kernel, params, block, shared
         self.fixed = fixed or {}
-        names = list(params.types)
-        self.changing = [name for name in names if name not in self.fixed]
-        fixed_at = {names.index(name): value for name, value in self.fixed.items()}
-        self._launcher = driver.Launcher(self.name, block, shared, params.codes, fixed_at)
-        self._handles: dict[int, ctypes.c_void_p] = {}
+        self.changing = [name for name in params.types if name not in self.fixed]
+        self._launches: dict[int, driver.Launches] = {}  # by device
+        self._handles: dict[int, int] = {}
 
     def launch(self, grid: int | tuple[int, int, int], values: Mapping[str, Any], stream: int | None = None) -> None:
         """Launch with `values` by name on `stream` (a raw handle), by default torch's current stream of the device.
@@ -271,19 +271,22 @@ class Kernel:
         Raises TypeError where a value is missing or one too many, LaunchError with the driver's reason; errors of the
         kernel itself come later, as CUDA's do.
         """
-        import torch
-
         given = [values[name] for name in self.changing if name in values]
         if not len(given) == len(values) == len(self.changing):
             raise TypeError(f"{self.name} takes {', '.join(self.changing)}, got {', '.join(values)}")
+        device, size = torch._C._cuda_getDevice(), (grid, 1, 1) if isinstance(grid, int) else grid
+        launches = self._launches.get(device)
+        if launches is None:
+            launches = self._launches[device] = driver.Launches(self.step(device, size))
+        launches.start(given, torch._C._cuda_getCurrentRawStream(device) if stream is None else stream, size)
 
-        device = torch._C._cuda_getDevice()
+    def step(self, device: int, grid: tuple[int, int, int], given: tuple[int, ...] | None = None) -> driver.Step:
+        """A launch on a device; `given` as of `driver.Step`, in the order of `changing`."""
+        fixed = {i: self.fixed[name] for i, name in enumerate(self.params.types) if name in self.fixed}
         handle = self._handles.get(device) or self._load(device)
-        if stream is None:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-        self._launcher.start(handle, (grid, 1, 1) if isinstance(grid, int) else grid, stream, given)
+        return driver.Step(self.params.codes, fixed, given, handle, self.name, grid, self.block, self.shared)
 
-    def _load(self, device: int) -> ctypes.c_void_p:
+    def _load(self, device: int) -> int:
         """The driver's handle on a device; more shared memory than 48 KiB is asked for once, here."""
         with _IMPORTING:
             from cuda.bindings import driver as bindings
@@ -298,8 +301,8 @@ class Kernel:
             (status,) = bindings.cuKernelSetAttribute(limit, self.shared, kernel, on)
             if status != bindings.CUresult.CUDA_SUCCESS:
                 raise LaunchError(f"{self.name} needs {self.shared} bytes of shared memory a block: {status.name}")
-            handle = self._handles[device] = ctypes.c_void_p(found)
-            return handle
+            self._handles[device] = found
+            return found
 
 
 # Enumerators of cuda.h, whose names they have
@@ -345,7 +348,11 @@ def tensor_map(
     given = _map_arguments(dtype, sizes, strides, box, swizzle)
     room = ctypes.create_string_buffer(128 + MAP_ALIGNMENT)
     start = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-    status = driver.library().cuTensorMapEncodeTiled(start, given.kind, given.rank, address, *given.rest)
+    arguments = start, given.kind, given.rank, address, *given.rest
+    status = driver.library().cuTensorMapEncodeTiled(*arguments)
+    if status == driver.NO_CONTEXT:  # a thread of autograd's, whose maps come before its first launch
+        driver.bind()
+        status = driver.library().cuTensorMapEncodeTiled(*arguments)
     if status:
         why = driver.name_of(status)
         raise LaunchError(f"tensor map of sizes {sizes}, strides {strides}, box {box}, at {address:#x}: {why}")

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -26,6 +26,24 @@ from sartor.problem import Call, Problem, Template, aux_values, wide
 Tensor = torch.Tensor
 
 
+class Like(NamedTuple):
+    """Of the inputs besides q, k and v: dtypes and shapes, as their gradients have them."""
+
+    bias: tuple[torch.dtype, torch.Size] | None
+    sinks: torch.dtype | None
+    tables: list[tuple[torch.dtype, torch.Size]]
+    wanted: dict[int, int]  # of the tables whose gradients are wanted, by their number among these
+
+    @classmethod
+    def of(cls, call: Call, tables: Sequence[Tensor]) -> Like:
+        """Those of a call, whose score has these tensors."""
+        bias, sinks = call.bias, call.sinks
+        return cls(
+            None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype,
+            [(t.dtype, t.shape) for t in tables], dict(enumerate(call.table_gradients or ())),
+        )  # fmt: skip
+
+
 @dataclass(slots=True)
 class Prepared:
     """A validated problem with its plans, and its aux values but for the tensors, which are the call's."""
@@ -38,6 +56,7 @@ class Prepared:
     attend: Any = None  # the forward kernel with a node of PyTorch's own behind it, of kernels that have one
     backwards: dict[tuple[bool, bool], Plan] = field(default_factory=dict)  # by what `backward_plan` looks at
     layouts: tuple[Any, ...] = ()  # strides, and offset from 16 bytes, of what autograd saves: for all calls of the key
+    like: Like | None = None  # what the gradients of bias, sinks and tables are like: for all calls of the key
 
     def operands(self, call: Call, lse: bool = True) -> Operands:
         """The data of one call, dense in the last dim, in a layout that the forward kernel takes."""
@@ -56,10 +75,11 @@ class Prepared:
         """Chosen at the first backward; PyTorch may have been told to be deterministic since the forward."""
         repeat = self.problem.deterministic or torch.are_deterministic_algorithms_enabled()
         asked = repeat, shared_lse
-        if asked not in self.backwards:
+        found = self.backwards.get(asked)
+        if found is None:
             problem = replace(self.problem, deterministic=repeat, shared_lse=shared_lse)
-            self.backwards[asked] = own(choose_backward(problem, self.device))
-        return self.backwards[asked]
+            found = self.backwards[asked] = own(choose_backward(problem, self.device))
+        return found
 
 
 def own(plan: Plan) -> Plan:
@@ -105,7 +125,7 @@ def run(call: Call, lse: bool) -> tuple[Tensor, Any]:
             direct: Any = prepared.attend(prepared.forward, x)
             if direct is not None:
                 return (direct if x.layout == call.layout else direct.transpose(1, 2)), None
-        call_, given = call.bshd(), "bshd"
+        call_, given = call.transposed(), "bshd"
         tables = call.score.tensors if call.table_gradients else ()  # type: ignore[union-attr]
         out, found = _apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared, *tables)
     else:
@@ -135,6 +155,11 @@ def _forward(prepared: Prepared, x: Operands) -> tuple[Tensor, Tensor]:
 def _backward(prepared: Prepared, x: Operands, saved: Saved, shared_lse: bool = False) -> Gradients:
     g: Gradients = _run(prepared.backward_plan(shared_lse), x, saved)
     return g
+
+
+def _layout(t: Any) -> tuple[tuple[int, ...], int] | None:
+    """Strides, and bytes from a multiple of 16."""
+    return None if t is None else (t.stride(), t.data_ptr() & 15)
 
 
 def _laid_out(t: Any, layout: tuple[tuple[int, ...], int] | None) -> Any:
@@ -172,48 +197,52 @@ class _Attention(torch.autograd.Function):
             out = torch.empty(0, dtype=out.dtype, device=out.device).set_(*place)
         ctx.set_materialize_grads(False)
         ctx.prepared = prepared
-        ctx.tables = len(tables), dict(enumerate(call.table_gradients or ())), [(t.dtype, t.shape) for t in tables]
-        ctx.dtypes = (None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype)
-        saved = x.q, x.k, x.v, x.sinks, out, lse, *(a for a in x.aux if isinstance(a, Tensor))
-        if not prepared.layouts:
-            prepared.layouts = tuple(None if t is None else (t.stride(), t.data_ptr() & 15) for t in saved)
+        saved = [x.q, x.k, x.v, x.sinks, out, lse, *[a for a in x.aux if isinstance(a, Tensor)]]
+        if prepared.like is None:
+            prepared.layouts, prepared.like = tuple(map(_layout, saved)), Like.of(call, tables)
         ctx.save_for_backward(*saved)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, ctx.prepared.layouts)
-        left = iter(tensors)
-        aux = tuple(next(left) if a is None else a for a in ctx.prepared.template)
+        prepared = ctx.prepared
+        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, prepared.layouts)
+        aux = prepared.template
+        if tensors:
+            left = iter(tensors)
+            aux = tuple([next(left) if a is None else a for a in aux])
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         x = Operands(q, k, v, sinks, aux)
         if not torch.is_grad_enabled():
-            g = _backward(ctx.prepared, x, saved)
+            g = _run(prepared.backward_plan(), x, saved)
         else:  # create_graph=True: say so if the graph is used, instead of a gradient of zero
             with torch.no_grad():
-                g = _backward(ctx.prepared, x, saved)
+                g = _run(prepared.backward_plan(), x, saved)
 
             def last(t: Any) -> Any:
                 return None if t is None else Last.apply(t.requires_grad_(), dout, q, k, v)
 
             dq, dk, dv, dbias, dsinks = map(last, (g.dq, g.dk, g.dv, g.dbias, g.dsinks))
             g = Gradients(dq, dk, dv, dbias, dsinks, tuple(map(last, g.dtables)))
-        bias, sinks_dtype = ctx.dtypes
-        dbias = None if bias is None or g.dbias is None else g.dbias.to(bias[0]).view(bias[1])
-        dsinks = None if g.dsinks is None else g.dsinks.to(sinks_dtype)
-        return g.dq, g.dk, g.dv, dbias, dsinks, None, None, *_of_tables(g, *ctx.tables)
+        dq, dk, dv, dbias, dsinks, dtables = g
+        like = prepared.like
+        if dbias is not None:
+            dbias = None if like.bias is None else dbias.to(like.bias[0]).view(like.bias[1])
+        if dsinks is not None:
+            dsinks = dsinks.to(like.sinks)
+        return dq, dk, dv, dbias, dsinks, None, None, *_of_tables(dtables, like)
 
 
 # Function.apply without its look for functorch's wrappers, which a call on plain tensors has behind it
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def _of_tables(g: Gradients, count: int, wanted: dict[int, int], made_of: list[Any]) -> list[Any]:
+def _of_tables(dtables: Sequence[Tensor], like: Like) -> list[Any]:
     """The gradients of the score's tensors, None of those of which none is wanted."""
-    found: list[Any] = [None] * count
-    for place, i in wanted.items():
-        dtype, shape = made_of[i]
-        found[i] = g.dtables[place].to(dtype).view(shape)
+    found: list[Any] = [None] * len(like.tables)
+    for place, i in like.wanted.items():
+        dtype, shape = like.tables[i]
+        found[i] = dtables[place].to(dtype).view(shape)
     return found
 
 

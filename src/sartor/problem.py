@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -62,21 +62,24 @@ class Call:
     def __post_init__(self) -> None:
         """On every call, since keys do not tell them apart: True and 1, 1 and 1.0, a tensor and what it holds."""
         causal = self.causal
-        if not isinstance(causal, bool) and (not isinstance(causal, str) or causal not in ALIGNMENTS):
+        if causal is not False and causal is not True and (not isinstance(causal, str) or causal not in ALIGNMENTS):
             raise ValueError(f"causal must be False, True, 'bottom_right' or 'top_left', got {causal!r}")
         if self.window is not None:
             self.window = sides(self.window)
         if self.softmax_scale is not None:
             self.softmax_scale = real("softmax_scale", self.softmax_scale)
-        self.softcap = real("softcap", self.softcap)
-        boolean("deterministic", self.deterministic)
+        if type(self.softcap) is not float:
+            self.softcap = real("softcap", self.softcap)
+        if self.deterministic is not False:
+            boolean("deterministic", self.deterministic)
         if self.bias_gradient is None:
-            self.bias_gradient = isinstance(self.bias, torch.Tensor) and self.bias.requires_grad
+            bias = self.bias
+            self.bias_gradient = bias is not None and isinstance(bias, torch.Tensor) and bias.requires_grad
         if self.alibi_slopes is not None:
             slopes_without_gradient(self.alibi_slopes)
         if self.table_gradients is None:
-            tables = getattr(self.score, "tensors", ())
-            self.table_gradients = tuple(i for i, t in enumerate(tables) if t.requires_grad)
+            tables = () if self.score is None else getattr(self.score, "tensors", ())
+            self.table_gradients = tuple([i for i, t in enumerate(tables) if t.requires_grad]) if tables else ()
 
     def key(self) -> tuple[Any, ...]:
         """Equal keys mean equal problems and equal plans; made on every call, so it only reads attributes."""
@@ -95,6 +98,10 @@ class Call:
     def bshd(self) -> Call:
         """The call in layout bshd. Raises TypeError or ValueError where q, k or v alone is wrong."""
         _check_each(self)
+        return self.transposed()
+
+    def transposed(self) -> Call:
+        """The call in layout bshd, whose q, k and v are known to be right."""
         if self.layout == "bshd":
             return self
         q, k, v = (t.transpose(1, 2) for t in (self.q, self.k, self.v))
@@ -269,6 +276,7 @@ def default_scale(dim: int) -> float:
     return 1.0 / math.sqrt(dim)
 
 
+@cache
 def name_of(dtype: torch.dtype) -> str:
     """`bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")

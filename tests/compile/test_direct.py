@@ -62,8 +62,8 @@ def test_frames(name, dtype, options):
     """Each parameter in the PTX has its value in the frame, pointers those of the call: numbers by their own type."""
     for step in steps_of(name, dtype, options):
         compiled = compiled_for(step.kernel, step.arguments, step.tile, 90)
-        found = direct.Direct.of(compiled, step.arguments, 7, launch.version())
-        assert found is not None, step.name
+        assert direct.Direct.serves(compiled, step.arguments, launch.version()), step.name
+        found = direct.Direct.of(compiled, step.arguments, 7)
         tensors = [x for value in step.arguments.values() for x in flat(value) if isinstance(x, torch.Tensor)]
         address = {id(t): 2**40 + 16 * i for i, t in enumerate(tensors)}
 
@@ -72,13 +72,12 @@ def test_frames(name, dtype, options):
                 return address[id(value)]
             return tuple(map(places, value)) if isinstance(value, tuple) else value
 
-        launcher = found.launcher
-        assert (found.grid, launcher.block.value) == ((7, 1, 1), 32 * step.tile.warps)
-        assert launcher.shared.value == compiled.metadata.shared
-        frame = direct.driver.Frame(launcher.letters, launcher.fixed)
+        own = found.step
+        assert (own.grid, own.block, own.shared) == ((7, 1, 1), 32 * step.tile.warps, compiled.metadata.shared)
+        frame = direct.driver.Frame([own])
         frame.write(found.addresses({name: places(value) for name, value in step.arguments.items()}))
-        kept = [KINDS[c].from_address(at).value for c, at in zip(launcher.letters, frame.pointers, strict=True)]
-        assert [direct.driver.size(c) for c in launcher.letters] == direct.parameters(compiled.asm["ptx"])
+        kept = [KINDS[c].from_address(at).value for c, at in zip(own.letters, frame.pointers[0], strict=True)]
+        assert [direct.driver.size(c) for c in own.letters] == direct.parameters(compiled.asm["ptx"])
         wanted = [
             leaf.value
             for name, kind in compiled.src.signature.items()
@@ -116,12 +115,12 @@ def compiled_like(**changes):
 def test_what_triton_launches(changes):
     """Whatever is not as we know it."""
     arguments = {"x_ptr": 2**40, "scale": 1e300, "N": 3}
-    found = direct.Direct.of(compiled_like(), arguments, 1, (3, 6))
-    assert found is not None
-    assert found.launcher.fixed[1] == float("inf")  # as Triton's launcher rounds it
-    assert direct.Direct.of(compiled_like(**changes), arguments, 1, (3, 6)) is None
+    assert direct.Direct.serves(compiled_like(), arguments, (3, 6))
+    found = direct.Direct.of(compiled_like(), arguments, 1)
+    assert found.step.fixed[1] == float("inf")  # as Triton's launcher rounds it
+    assert not direct.Direct.serves(compiled_like(**changes), arguments, (3, 6))
     for version in ((3, 4), (3, 8), (4, 0)):
-        assert direct.Direct.of(compiled_like(), arguments, 1, version) is None
+        assert not direct.Direct.serves(compiled_like(), arguments, version)
 
 
 def ready(calls):

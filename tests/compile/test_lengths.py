@@ -52,12 +52,12 @@ def test_compiles(name, arch):
     assert ".local" not in compiled.asm["ptx"]
     if arch == 90:
         loaded = SimpleNamespace(src=compiled.src, metadata=compiled.metadata, asm=compiled.asm, function=1)
-        launcher = direct.Open.of(loaded, version()).launcher
+        steps = direct.Open.of(loaded, version()).launches.steps
         kinds = [kind for kind in signature.values() if kind != "constexpr"]
         numbers = range(1, len(kinds) + 1)
-        frame = Frame(launcher.letters, launcher.fixed)
+        frame = Frame(steps)
         frame.write(numbers)
         sizes = [8 if kind[0] == "*" else int(kind[1:]) // 8 for kind in kinds]
-        found = [ctypes.string_at(frame.pointers[i], size) for i, size in enumerate(sizes)]
+        found = [ctypes.string_at(frame.pointers[0][i], size) for i, size in enumerate(sizes)]
         assert [int.from_bytes(value, "little") for value in found] == list(numbers)
         assert direct.Open.of(loaded, (4, 0)) is None

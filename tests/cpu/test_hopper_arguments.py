@@ -13,6 +13,7 @@ import sartor
 from sartor import nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
 from sartor.kernels.cuda import host, pairs, params
+from sartor.kernels.cuda.row import Row
 from sartor.kernels.hopper import forward
 from sartor.kernels.triton import launch
 from sartor.mods.recent import Recent
@@ -39,7 +40,13 @@ def launches(monkeypatch) -> dict[str, dict[str, Any]]:
 
     monkeypatch.setattr(nvrtc, "missing", lambda: "")
     monkeypatch.setattr(nvrtc, "tensor_map", lambda address, *facts: address.to_bytes(8, "little"))
+
+    def start(row, values):
+        for one in row.named(values):
+            record(*one)
+
     monkeypatch.setattr(nvrtc.Kernel, "launch", record)
+    monkeypatch.setattr(Row, "start", start)
     monkeypatch.setattr(host, "_built", lambda *_: None)
     monkeypatch.setattr(launch, "again", lambda *_: True)
     monkeypatch.setattr(Device, "of", classmethod(lambda *_: ARCHITECTURES[90]))

@@ -15,6 +15,7 @@ import sartor
 from sartor import mods, nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
 from sartor.kernels.cuda import host
+from sartor.kernels.cuda.row import Row
 from sartor.kernels.hopper import backward as hopper_backward
 from sartor.kernels.hopper.forward import Config, HopperForward
 from sartor.kernels.hopper.schedule import LONG
@@ -46,7 +47,13 @@ def driver(monkeypatch):
 
     monkeypatch.setattr(nvrtc, "tensor_map", tensor_map)
     monkeypatch.setattr(nvrtc, "missing", lambda: "")
+
+    def start(self, values):
+        for one in self.named(values):
+            launch(*one)
+
     monkeypatch.setattr(nvrtc.Kernel, "launch", launch)
+    monkeypatch.setattr(Row, "start", start)
     monkeypatch.setattr(HopperForward, "compile", lambda *_: None)
     monkeypatch.setattr(Device, "of", classmethod(lambda *_: ARCHITECTURES[90]))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
@@ -342,20 +349,20 @@ class Backward:
 
 @pytest.fixture
 def backward(driver, monkeypatch):
-    found, empty = Backward(driver.launches), torch.empty
+    found, like = Backward(driver.launches), torch.empty_like
 
-    def room(*shape, **options):
-        t = empty(*shape, **options)
-        if len(shape) == 1 and isinstance(shape[0], int) and shape[0] > 1:
-            found.rooms.append(t)
-        return t
+    def room(t, **options):
+        made = like(t, **options)
+        if t.dim() == 1:
+            found.rooms.append(made)
+        return made
 
     def again(changed, *_):
         found.repairs.append(changed)
         return True
 
     monkeypatch.setattr(hopper_backward.Config, "compile", lambda _: None)
-    monkeypatch.setattr(hopper_backward.torch, "empty", room)
+    monkeypatch.setattr(torch, "empty_like", room)
     monkeypatch.setattr(hopper_backward.launch, "again", again)
     return found
 
@@ -386,7 +393,7 @@ def test_launches_of_a_backward(driver, backward, causal):
     assert last.items() >= {"sums": at["sums"], "dq": dq.data_ptr(), "marks": at["bad_q"]}.items()
     assert len(backward.repairs) == causal
     for changed in backward.repairs:
-        assert (changed["bad_kv_ptr"], changed["dq_ptr"]) == (at["bad_kv"], dq.data_ptr())
+        assert (changed["bad_kv_ptr"], changed["dq_ptr"].data_ptr()) == (at["bad_kv"], dq.data_ptr())
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

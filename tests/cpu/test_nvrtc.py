@@ -186,20 +186,20 @@ def test_missing_compiler_is_a_reason(monkeypatch):
 
 def test_arguments_of_a_launch():
     """Values lie where the pointers say, in the order and size of the signature."""
-    frame = driver.Frame(["128s", "P", "i", "f"])
+    frame = driver.Frame([driver.Step(("128s", "P", "i", "f"))])
     frame.write((b"m" * 128, 2**40, -3, 0.5))
     kinds = (ctypes.c_char * 128, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float)
-    found = [kind.from_address(at) for kind, at in zip(kinds, frame.pointers, strict=True)]
+    found = [kind.from_address(at) for kind, at in zip(kinds, frame.pointers[0], strict=True)]
     assert (found[0].raw, found[1].value, found[2].value, found[3].value) == (b"m" * 128, 2**40, -3, 0.5)
 
 
 def test_fixed_arguments_of_a_launch():
     """A launch writes the others, wherever in the order they stand."""
-    frame = driver.Frame("iPfP", {0: 7, 2: 1.5})
+    frame = driver.Frame([driver.Step("iPfP", {0: 7, 2: 1.5})])
     for addresses in ((2**40, 3), (5, 2**50)):
         frame.write(addresses)
         kinds = (ctypes.c_int32, ctypes.c_uint64, ctypes.c_float, ctypes.c_uint64)
-        found = [kind.from_address(at).value for kind, at in zip(kinds, frame.pointers, strict=True)]
+        found = [kind.from_address(at).value for kind, at in zip(kinds, frame.pointers[0], strict=True)]
         assert found == [7, addresses[0], 1.5, addresses[1]]
 
 
@@ -246,7 +246,95 @@ def test_what_the_driver_is_told_of_a_tensor_map(monkeypatch):
     assert first[10] == bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 
 
+def test_a_tensor_map_on_a_thread_without_a_context(monkeypatch):
+    """A backward makes its maps before its first launch, on a thread of autograd's that may have no context yet."""
+    library = Recording(status=201)
+
+    def bind():
+        library.status = 0
+
+    monkeypatch.setattr(nvrtc.driver, "library", lambda: library)
+    monkeypatch.setattr(nvrtc.driver, "bind", bind)
+    found = nvrtc.tensor_map(16, "float16", (64, 4), (128,), (64, 4), 128)
+    assert int.from_bytes(found, "little") == 16
+    assert len(library.given) == 2
+
+
 def test_a_tensor_map_that_the_driver_refuses(monkeypatch):
     monkeypatch.setattr(nvrtc.driver, "library", lambda: Recording(status=1))
     with pytest.raises(nvrtc.LaunchError, match=r"sizes \(64, 4\).*at 0x8: CUDA_ERROR_INVALID_VALUE"):
         nvrtc.tensor_map(8, "float16", (64, 4), (128,), (64, 4), 128)
+
+
+def test_launches_share_what_they_take():
+    """A value is written once for all launches that take it, in whichever order; each has its own fixed ones."""
+    steps = driver.Step("PiP", {1: 7}, (2, 0)), driver.Step(("P", "P", "8s"), {2: b"12345678"}, (0, 2))
+    frame = driver.Frame(steps, 4)
+    frame.write((5, 6, 2**40, 8))
+    first, second = frame.pointers
+    assert (first[0], first[2]) == (second[1], second[0])
+    kinds = ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint64
+    assert [kind.from_address(at).value for kind, at in zip(kinds, first, strict=True)] == [2**40, 7, 5]
+    assert ctypes.string_at(second[2], 8) == b"12345678"
+    with pytest.raises(TypeError, match="value 0 cannot be taken as i and as P"):
+        driver.Frame([driver.Step("P"), driver.Step("i")])
+
+
+class Started:
+    """A driver that keeps what it was asked to launch: handle, grid, stream, and the first parameter; by turns refused
+    with these statuses."""
+
+    def __init__(self, *statuses):
+        self.statuses, self.found = list(statuses), []
+
+    def cuLaunchKernelEx(self, config, function, pointers, extra):  # the driver's name
+        facts = driver._Config.from_address(config)
+        first = ctypes.c_void_p.from_address(pointers).value
+        value = ctypes.c_uint64.from_address(first).value
+        self.found.append((function, tuple(facts.grid), facts.stream or 0, value))
+        return self.statuses.pop(0) if self.statuses else 0
+
+
+def test_launches_in_order(monkeypatch):
+    """On the stream and the grid of each call, by one frame while none is under way."""
+    started = Started()
+    monkeypatch.setattr(driver, "library", lambda: started)
+    first, second = (driver.Step("P", given=(i,), function=10 + i, grid=(4 + i, 1, 1)) for i in range(2))
+    launches = driver.Launches(first, second)
+    launches.start((1, 2), 0)
+    launches.start((3, 4), 9, (8, 1, 1))
+    launches.start((5, 6), 0)
+    assert started.found == [
+        (10, (4, 1, 1), 0, 1), (11, (5, 1, 1), 0, 2), (10, (8, 1, 1), 9, 3), (11, (5, 1, 1), 9, 4),
+        (10, (4, 1, 1), 0, 5), (11, (5, 1, 1), 0, 6),
+    ]  # fmt: skip
+    assert len(launches._frames) == 1
+
+
+def test_a_thread_without_a_context_gets_one(monkeypatch):
+    """The launch that said so is repeated; another refusal is an error that names the kernel and its shape."""
+    started, bound = Started(0, 201), []
+    monkeypatch.setattr(driver, "library", lambda: started)
+    monkeypatch.setattr(driver, "bind", lambda: bound.append(True))
+    monkeypatch.setattr(driver, "name_of", str)
+    steps = [driver.Step("P", given=(0,), function=i, name=f"f{i}", grid=(1 + i, 1, 1)) for i in range(3)]
+    driver.Launches(*steps).start((1,), 0)
+    assert [one[0] for one in started.found] == [0, 1, 1, 2]
+    assert bound == [True]
+    started.statuses = [0, 0, 700]
+    with pytest.raises(driver.LaunchError, match=r"f2 \(grid \(3, 1, 1\), block 1, 0 bytes .* did not launch: 700"):
+        driver.Launches(*steps).start((1,), 0)
+
+
+def test_the_config_of_a_launch_is_the_drivers():
+    """Each field lies where the driver's header has it."""
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    theirs = bindings.CUlaunchConfig()
+    ours = driver._Config((2, 3, 4), (5, 6, 7), 8, 0, 0, 0)
+    for name, value in zip(("gridDimX", "gridDimY", "gridDimZ"), ours.grid, strict=True):
+        setattr(theirs, name, value)
+    for name, value in zip(("blockDimX", "blockDimY", "blockDimZ"), ours.block, strict=True):
+        setattr(theirs, name, value)
+    theirs.sharedMemBytes, theirs.hStream, ours.stream = 8, bindings.CUstream(2**40), 2**40
+    assert ctypes.string_at(theirs.getPtr(), 40) == bytes(ours)[:40]
+    assert ctypes.sizeof(ours) == 56

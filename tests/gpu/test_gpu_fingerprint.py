@@ -5,6 +5,7 @@ import torch
 
 from sartor import nvrtc
 from sartor.device import Device
+from sartor.kernels.cuda.row import Row
 from sartor.kernels.triton import launch
 from sartor.lab.measure import providers
 from sartor.lab.measure.machine_code import code_hash
@@ -31,12 +32,17 @@ def test_what_is_rehearsed_is_what_is_launched(kernel: str, w: Workload, monkeyp
     wanted = launches(call, *planned(name, w, empty, Device.of(device)), w.mode)
 
     seen: list[tuple] = []
-    start, run = nvrtc.Kernel.launch, launch.run
+    start, start_row, run = nvrtc.Kernel.launch, Row.start, launch.run
 
     def cuda(self, grid, values, stream=None):
         size = (grid, 1, 1) if isinstance(grid, int) else grid
         seen.append((code_hash(self.binary.cubin, self.name), size, self.block, self.shared))
         start(self, grid, values, stream)
+
+    def row(self, values):
+        for kernel, grid, _ in self.named(values):
+            seen.append((code_hash(kernel.binary.cubin, kernel.name), (grid, 1, 1), kernel.block, kernel.shared))
+        start_row(self, values)
 
     def triton(steps, cache, key=None):
         steps = list(steps)
@@ -49,6 +55,7 @@ def test_what_is_rehearsed_is_what_is_launched(kernel: str, w: Workload, monkeyp
                 seen.append((code, (step.grid, 1, 1), 32 * facts.num_warps, facts.shared))
 
     monkeypatch.setattr(nvrtc.Kernel, "launch", cuda)
+    monkeypatch.setattr(Row, "start", row)
     monkeypatch.setattr(launch, "run", triton)
     x = Inputs.make(w, device)
     providers.runner(providers.get(name).make(w, x), w, x)()

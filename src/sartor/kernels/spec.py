@@ -94,6 +94,7 @@ class KernelSpec(Protocol):
 FEW = (1, 2, 3, 8, 16, 24)  # slices of 64 queries of a group, from which on a kernel's tiles may be others
 
 
+@lru_cache(maxsize=1024)
 def length_class(p: Problem) -> Problem:
     """The problem with lengths that stand for its own: every length has the legal tiles of one of few classes. Of
     queries the slices of 64 tell, and how many share one; of keys whether they fill tiles of a power of two."""

@@ -19,6 +19,7 @@ Tensors = tuple[Tensor, Tensor]
 BLOCK = 128  # places, items or units of memory of one program
 UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
 
+NOTHING = None, None
 _COMPILED: dict[Any, tuple[Any, direct.Open | None]] = {}
 
 
@@ -33,7 +34,7 @@ def launch(kernel: Any, grid: int, tensors: tuple[Tensor, ...], numbers: tuple[i
         with torch.cuda.device(device):
             return launch(kernel, grid, tensors, numbers, *constants)
     key = (kernel.__name__, device, *[t.dtype for t in tensors], *constants)
-    compiled, opened = _COMPILED.get(key, (None, None))
+    compiled, opened = _COMPILED.get(key, NOTHING)
     if compiled is None:
         compiled = kernel[(grid,)](*tensors, *numbers, *constants, BLOCK)
         if not knobs.runtime.interpret:

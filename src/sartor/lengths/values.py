@@ -72,7 +72,9 @@ def _remember(t: torch.Tensor) -> None:
 
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured, in which nothing may wait."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda" or not torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()):
+        return False  # the default stream, 0, cannot be captured
+    return torch.cuda.is_current_stream_capturing()
 
 
 class Flag:

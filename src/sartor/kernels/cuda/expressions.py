@@ -133,6 +133,11 @@ def arguments(aux: tuple[Any, ...], program: Program) -> dict[str, Any]:
     return found
 
 
+def of_tensors(aux: tuple[Any, ...]) -> list[str]:
+    """The names among `arguments` of the tensors' addresses; calls of one key differ in nothing else."""
+    return [f"a{i}" for i, value in enumerate(aux) if isinstance(value, torch.Tensor)]
+
+
 def _dims(spec: Aux) -> Iterable[int | str]:
     """What its sizes or strides are called."""
     return () if spec.pattern in NUMBERS else range(spec.dims) if spec.dims else _strided(spec.pattern)

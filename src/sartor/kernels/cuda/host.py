@@ -109,10 +109,10 @@ def workspace(device: torch.device, marks: int = 0) -> torch.Tensor:
     """int32: COUNTERS, which every launch leaves as zeros, and room for marks, of which a launch reads only what it
     wrote. One a stream, since launches on different streams may overlap, as large as any wanted; a captured graph has
     its own, which the graph clears."""
-    size = COUNTERS + marks
-    if torch.cuda.is_current_stream_capturing():
+    size, stream = COUNTERS + marks, torch._C._cuda_getCurrentRawStream(device.index)
+    if stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, cannot be captured
         return torch.zeros(size, dtype=torch.int32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    key = device.index, stream
     found = _WORKSPACES.get(key)
     if found is None or found.numel() < size:
         found = _WORKSPACES[key] = kept(lambda: _zeros(size, device))
@@ -137,7 +137,7 @@ def width(dim: int, few: int) -> int:
 
 def maps(t: torch.Tensor, rows_heads: tuple[int, int], *widths: int) -> nvrtc.TensorMaps:
     """Maps of tensors like `t`, (b, s, h, d), for copies of so many rows and heads, in chunks of each of `widths`."""
-    b, s, h, d = t.shape
-    strides = tuple(2 * t.stride(i) if t.shape[i] > 1 else 16 for i in (1, 2, 0))
-    boxes = (((width, *rows_heads, 1), 2 * width) for width in widths if width)
+    (b, s, h, d), (of_b, of_s, of_h, _) = t.shape, t.stride()
+    strides = 2 * of_s if s > 1 else 16, 2 * of_h if h > 1 else 16, 2 * of_b if b > 1 else 16
+    boxes = [((width, *rows_heads, 1), 2 * width) for width in widths if width]
     return nvrtc.TensorMaps(name_of(t.dtype), (d, s, h, b), strides, *boxes)

@@ -7,6 +7,7 @@ struct: of one, NVRTC keeps members in memory until they are used, and deals out
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from sartor import driver
 
@@ -44,7 +45,7 @@ class Params:
         """With other parameters after these."""
         return Params(self.kernel, **self.types, **more)
 
-    @property
+    @cached_property
     def codes(self) -> tuple[str, ...]:
         """Of each parameter, as `driver.Frame` takes them."""
         return tuple(

@@ -16,8 +16,9 @@ from typing import Any, cast
 
 import torch
 
-from sartor import nvrtc
+from sartor import direct, nvrtc
 from sartor.device import Device
+from sartor.direct import Direct
 from sartor.features import (
     BF16,
     DETERMINISTIC,
@@ -37,6 +38,7 @@ from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
+from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper import arch
 from sartor.kernels.room import Room
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
@@ -370,24 +372,26 @@ class Step:
         return cls(nvrtc.Kernel(binary, PREPROCESS, 128, fixed=fixed), grid, {name: name for name in names})
 
     @classmethod
-    def order(cls, m: Config, binary: nvrtc.Binary, aux: dict[str, Any]) -> Step:
+    def order(cls, m: Config, binary: nvrtc.Binary, aux: tuple[Any, ...]) -> Step:
         """Of the blocks of a sweep, the longest first."""
-        fixed = {name: getattr(m.p, name) for name in (*LENGTHS, "batch")} | aux
-        return cls(nvrtc.Kernel(binary, sorter(m.p.program), 1024, fixed=fixed), 1, {"order": "order"})
+        fixed = {name: getattr(m.p, name) for name in (*LENGTHS, "batch")} | expressions.arguments(aux, m.p.program)
+        reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
+        return cls(nvrtc.Kernel(binary, sorter(m.p.program), 1024, fixed=fixed), 1, {"order": "order"} | reads)
 
     @classmethod
     def sweep(
-        cls, m: Config, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: dict[str, Any], sms: int
+        cls, m: Config, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: tuple[Any, ...], sms: int
     ) -> Step:
-        """The kernel of a config; `tensors` are like q, k, v, dout and the gradients, `aux` what no call changes."""
+        """The kernel of a config; `tensors` are like q, k, v, dout and the gradients."""
         p, (dx, dy) = m.p, m.outputs
         fixed = (
             of_strides("dx", launch.strides(tensors[dx]))
             | of_strides("dy", launch.strides(tensors[dy]))
             | {name: getattr(p, name) for name in LENGTHS}
         )
-        fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale, **aux}
-        fixed |= {"blocks": p.batch * m.blocks} if m.ordered else {}
+        fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale}
+        fixed |= expressions.arguments(aux, p.program) | ({"blocks": p.batch * m.blocks} if m.ordered else {})
+        reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
         params = m.kernels[0].followed_by(expressions.parameters(p.program))
         grid = p.batch * (p.heads_kv if m.keys else p.heads_q) * m.blocks
         kernel = nvrtc.Kernel(binary, params, 32 * m.warps, m.shared_bytes, fixed)
@@ -399,12 +403,11 @@ class Step:
             "marks": "bad_kv" if m.keys else "bad_q", "sums": "sums",
         }  # fmt: skip
         maps = {at: host.maps(tensors[name], (rows[at], 1), m.width) for at, name in mapped.items()}
-        return cls(kernel, min(grid, sms) if m.persistent else grid, mapped | others, maps)
+        return cls(kernel, min(grid, sms) if m.persistent else grid, mapped | others | reads, maps)
 
     @classmethod
-    def round(cls, m: Config, binary: nvrtc.Binary, dq: torch.Tensor) -> Step:
+    def round(cls, p: Problem, binary: nvrtc.Binary, dq: torch.Tensor) -> Step:
         """Of dq, after a sweep that adds it up."""
-        p = m.p
         fixed = of_strides("dq", launch.strides(dq)) | {
             "heads_q": p.heads_q,
             "seqlen_q": p.seqlen_q,
@@ -413,87 +416,111 @@ class Step:
         grid = p.batch * p.heads_q * -(-p.seqlen_q // 64)
         return cls(nvrtc.Kernel(binary, ROUND, 128, fixed=fixed), grid, {"sums": "sums", "dq": "dq", "marks": "bad_q"})
 
-    def start(self, at: dict[str, int], aux: dict[str, Any]) -> None:
-        """Launch on tensors at these addresses."""
-        values: dict[str, Any] = {name: at[tensor] for name, tensor in self.tensors.items()}
-        for name, maps in self.maps.items():
-            values[name] = maps[values[name]]
-        self.kernel.launch(self.grid, values | aux)
+    def part(self, number: int) -> Part:
+        """As one of several launches, of which it is that one: maps have a name of their own."""
+        takes = self.tensors | {at: f"{at} of {number}" for at in self.maps}
+        return Part(self.kernel, self.grid, takes)
+
+
+def _steps(p: Problem, x: Operands, saved: Saved, sms: int) -> list[Step]:
+    """The launches but for those of Triton, for operands as kernels read them."""
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": saved.dout}
+    tensors |= {f"d{name}": dense_like(tensors[name]) for name in ("q", "k", "v")}
+    steps: list[Step] = []
+    for m in Config.all(p):
+        binary = m.compile()
+        if not steps:
+            steps.append(Step.preprocess(m, binary, saved.out, saved.dout))
+        if m.ordered:
+            steps.append(Step.order(m, binary, x.aux))
+        steps.append(Step.sweep(m, binary, tensors, x.aux, sms))
+        if m.fused:
+            steps.append(Step.round(p, binary, tensors["dq"]))
+    return steps
+
+
+CALL = ("q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv")  # addresses that come first, in this order
 
 
 @dataclass
 class Ready:
     """The launches of one call key: what is the same in every call."""
 
+    problem: Problem
     key: object  # under which the plan keeps the launches of Triton
     room: Room
-    steps: list[tuple[Step, bool]]  # with whether aux values follow
-    reads: bool  # whether there are tensors among the aux values, which then are every call's own
+    space: torch.Tensor  # one number, expanded to all that is in the room: `empty_like` parses less than `empty`
+    row: Row  # takes what CALL says, what is in the room, tensors among aux, maps
+    maps: list[tuple[int, nvrtc.TensorMaps]]  # with the place of the address that each is of
+    tensors: bool  # whether there are tensors among the aux values
     untidy: tuple[bool, bool]  # whether dout and out are copied
-    pointers: tuple[str, ...]  # what the launches of Triton call the addresses, in the order of `run`
+    dense: bool  # whether gradients are what `empty_like` makes of q, k and v
+    whole: Row | None = None  # with the launches of Triton, once they are compiled
 
     @classmethod
-    def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> Ready:
+    def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> Any:
         """Everything that the launches of a plan need."""
         dout, out = tidy(p, saved.dout), tidy_out(saved.out)
-        tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
-        tensors |= {f"d{name}": dense_like(tensors[name]) for name in ("q", "k", "v")}
-        steps: list[tuple[Step, bool]] = []
-        reads = any(isinstance(value, torch.Tensor) for value in x.aux)
-        aux = {} if reads else expressions.arguments(x.aux, p.program)
-        for m in Config.all(p):
-            binary = m.compile()
-            if not steps:
-                steps.append((Step.preprocess(m, binary, out, dout), False))
-            if m.ordered:
-                steps.append((Step.order(m, binary, aux), True))
-            steps.append((Step.sweep(m, binary, tensors, aux, sms), True))
-            if m.fused:
-                steps.append((Step.round(m, binary, tensors["dq"]), False))
-        space = room(p)
-        names = ("q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv", *space.places)
+        steps, space = _steps(p, x, saved._replace(dout=dout, out=out), sms), room(p)
+        return cls.made(p, key, space, steps, x, (dout is not saved.dout, out is not saved.out))
+
+    @classmethod
+    def made(
+        cls, p: Problem, key: object, space: Room, steps: list[Step], x: Operands, untidy: tuple[bool, bool]
+    ) -> Any:  # fmt: skip
+        """Of these launches."""
+        names = [*CALL, *space.places, *expressions.of_tensors(x.aux)]
+        maps = [(f"{at} of {i}", s.tensors[at], made) for i, s in enumerate(steps) for at, made in s.maps.items()]
         return cls(
-            key, space, steps, reads, (dout is not saved.dout, out is not saved.out),
-            tuple(f"{name}_ptr" for name in names),
+            p, key, space, host.like((space.length,), x.q.device),
+            Row([*names, *(name for name, _, _ in maps)], [s.part(i) for i, s in enumerate(steps)]),
+            [(CALL.index(tensor), made) for _, tensor, made in maps], bool(expressions.of_tensors(x.aux)), untidy,
+            all(torch.empty_like(t, device="meta").stride(3) == 1 for t in (x.q, x.k, x.v)),
         )  # fmt: skip
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """The launches of one call, on the current stream."""
-        saved, program = self.tidied(plan.problem, saved), plan.problem.program
-        room = self.room.allocate(x.q.device)
-        dq, dk, dv = dense_like(x.q), dense_like(x.k), dense_like(x.v)
-        out, lse, dout, dlse = saved
-        at = {
-            "q": x.q.data_ptr(), "k": x.k.data_ptr(), "v": x.v.data_ptr(), "dout": dout.data_ptr(),
-            "out": out.data_ptr(), "lse": lse.data_ptr(), "dlse": 0 if dlse is None else dlse.data_ptr(),
-            "dq": dq.data_ptr(), "dk": dk.data_ptr(), "dv": dv.data_ptr(),
-        }  # fmt: skip
-        at |= self.room.addresses(room)
-        aux = expressions.arguments(x.aux, program) if self.reads else {}
-        for step, reads in self.steps:
-            step.start(at, aux if reads else {})
-        if program.keep is not None:
-            self.mend(plan, x, saved, at, {"dq": dq, "dk": dk, "dv": dv, "room": room})
+        out, lse, dout, dlse = self.tidied(saved)
+        q, k, v, new = x.q, x.k, x.v, torch.empty_like if self.dense else dense_like
+        room, dq, dk, dv = torch.empty_like(self.space), new(q), new(k), new(v)  # calls may overlap: each has its room
+        values: list[Any] = [
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), out.data_ptr(), lse.data_ptr(),
+            0 if dlse is None else dlse.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+        ]  # fmt: skip
+        start = room.data_ptr()
+        values += [start + place for place in self.room.places.values()]
+        if self.tensors:
+            values += [t.data_ptr() for t in x.aux if isinstance(t, torch.Tensor)]
+        values += [maps[values[i]] for i, maps in self.maps]
+        if self.whole is not None and not direct.hooked():
+            self.whole.start(values)
+        else:
+            self.row.start(values)
+            if self.problem.program.keep is not None:
+                self.mend(plan, x, Saved(out, lse, dout, dlse), {"dq": dq, "dk": dk, "dv": dv, "room": room})
         if x.sinks is None:
             return Gradients(dq, dk, dv)
-        return Gradients(dq, dk, dv, None, sink_gradient(x, lse, rows(self.room, room, "delta", plan.problem)))
+        return Gradients(dq, dk, dv, None, sink_gradient(x, lse, rows(self.room, room, "delta", self.problem)))
 
-    def tidied(self, p: Problem, saved: Saved) -> Saved:
+    def tidied(self, saved: Saved) -> Saved:
         """With copies of what kernels cannot read as it is."""
         of_dout, of_out = self.untidy
         if of_dout:
-            saved = saved._replace(dout=tidy(p, saved.dout))
+            saved = saved._replace(dout=tidy(self.problem, saved.dout))
         if of_out:
             saved = saved._replace(out=tidy_out(saved.out))
         if saved.dlse is not None and not saved.dlse.is_contiguous():
             saved = saved._replace(dlse=saved.dlse.contiguous())
         return saved
 
-    def mend(self, plan: Plan, x: Operands, saved: Saved, at: dict[str, int], made: dict[str, torch.Tensor]) -> None:
-        """Compute the tiles again that were marked. `made` are the gradients and the workspace, `at` all addresses."""
-        p, room = plan.problem, made["room"]
-        changed: dict[str, Any] = dict(zip(self.pointers, at.values(), strict=True))
-        if self.reads:
+    def mend(self, plan: Plan, x: Operands, saved: Saved, made: dict[str, torch.Tensor]) -> None:
+        """Compute the tiles again that were marked. `made` are the gradients and the workspace."""
+        p, room = self.problem, made["room"]
+        tensors = {"q": x.q, "k": x.k, "v": x.v, **saved._asdict(), **made}
+        changed = {f"{name}_ptr": tensors[name] for name in CALL} | {
+            f"{name}_ptr": address for name, address in self.room.addresses(room).items()
+        }
+        if self.tensors:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
         if not launch.again(changed, plan.cache, self.key):
             work = made | {"dout": saved.dout}
@@ -502,6 +529,19 @@ class Ready:
             work |= dict.fromkeys(("gain", "sinks", "dlse"), work["delta"])
             steps = cast(HopperBackward, plan.kernel).repairs(plan, x, saved, work)
             launch.run(steps, plan.cache, self.key)
+            self.whole = self.joined(x, launch.direct_ones(plan.cache, self.key))
+
+    def joined(self, x: Operands, repairs: list[Direct] | None) -> Row | None:
+        """All launches in a row; None where Triton has to launch its own."""
+        if not repairs:
+            return None
+        names = self.row.names
+        places: dict[Any, int] = {f"{name}_ptr": i for i, name in enumerate(names)}
+        places |= dict.fromkeys(("gain_ptr", "sinks_ptr"), places["delta_ptr"])  # which are not read
+        for i, value in enumerate(x.aux):
+            if isinstance(value, torch.Tensor):
+                places["aux", i, 0] = names.index(f"a{i}")
+        return Row(names, self.row.parts, [repair.among(places) for repair in repairs])
 
 
 def tidy_out(out: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from struct import Struct
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ from sartor.features import (
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
+from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper.schedule import Schedule
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
@@ -170,7 +172,7 @@ class Config(Schedule):
         """Registers a thread: scores, weights, output."""
         return self.block_n // 2 + self.block_n // 4 + self.dim_v // 2
 
-    @property
+    @cached_property
     def registers(self) -> int:
         """Registers a thread that accumulators, and what is read for every pair, may take: the rest is beside them."""
         changed = self.p.program.score is not None
@@ -181,7 +183,7 @@ class Config(Schedule):
             return 108 if self.near else 116
         return 132 if self.mask < 2 or self.block_n <= 96 else 120
 
-    @property
+    @cached_property
     def held(self) -> int:
         """Steps of q k^T whose columns of q are held in registers: all, or as many as there is room for beside a plain
         mask. The others read two operands from shared memory, which is as fast as tensor cores at best: three
@@ -197,7 +199,7 @@ class Config(Schedule):
         """Whether all of q is held in registers."""
         return self.held == self.steps
 
-    @property
+    @cached_property
     def widths(self) -> tuple[int, int, int]:
         """Columns of a swizzled chunk of q and k, of a narrower last one (0: there is none), and of a chunk of v."""
         rest = self.dim % 64
@@ -207,13 +209,13 @@ class Config(Schedule):
             qk, last = (32, 16) if self.p.dim == 48 else (host.width(self.p.dim, 64), 0)
         return qk, last, host.width(self.p.dim_v, 64)
 
-    @property
+    @cached_property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a row in shared memory, of q and k, and of v."""
         w, last, wv = self.widths
         return 2 * (self.dim if last else w * -(-self.dim // w)), 2 * wv * -(-self.dim_v // wv)
 
-    @property
+    @cached_property
     def q_buffers(self) -> int:
         """Two where the next tile's q would have to wait for this one's products, and there is room."""
         two = not self.q_registers and self.laid_out(2).size <= arch.SHARED_BYTES
@@ -239,7 +241,7 @@ class Config(Schedule):
         """Dynamic shared memory a block: tiles, barriers, jobs, aux values."""
         return self.layout.size
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """Of shared memory."""
         return self.laid_out(self.q_buffers)
@@ -255,7 +257,7 @@ class Config(Schedule):
         which whoever works on that tile passes on when the next one is there. With one stage it never is."""
         return self.stages_k == 1 and self.ping_pong and (self.mask > 0 or self.parted)
 
-    @property
+    @cached_property
     def near(self) -> tuple[int, ...]:
         """The aux values that are brought to shared memory tile by tile."""
         return expressions.near(self.p.program) if self.p.aux_on_16_bytes else ()
@@ -296,8 +298,7 @@ class Config(Schedule):
 class Merge:
     """The launch that merges the results of KV splits, and the room that they take, in float32."""
 
-    kernel: nvrtc.Kernel
-    grid: int
+    part: Part
     strides: tuple[int, int, int]  # of a split's output, which lies as a batch item's
     lses: int  # bytes from the outputs on
     size: torch.Tensor  # one number, expanded to all that is in the room
@@ -310,16 +311,13 @@ class Merge:
         outs, wide = splits * rows * p.dim_v, p.out_dtype == torch.float32
         fixed = of_strides("out", launch.strides(out))
         fixed |= {"heads": p.heads_q, "seqlen_q": p.seqlen_q, "num_splits": splits, "wide": int(wide)}
+        kernel = nvrtc.Kernel(binary, MERGE_PARAMS, MERGE_COLUMNS, fixed=fixed)
+        takes = {"outs": "outs", "lses": "lses", "out": "out", "lse": "lse", "sinks": "sinks"}
         return cls(
-            nvrtc.Kernel(binary, MERGE_PARAMS, MERGE_COLUMNS, fixed=fixed), rows * -(-p.dim_v // MERGE_COLUMNS),
+            Part(kernel, rows * -(-p.dim_v // MERGE_COLUMNS), takes),
             (p.heads_q * p.seqlen_q * p.dim_v, p.seqlen_q * p.dim_v, p.dim_v), 4 * outs,
             host.like((outs + splits * rows,), out.device),
         )  # fmt: skip
-
-    def room(self) -> tuple[torch.Tensor, int, int]:
-        """For one launch, and where in it outputs and lse begin."""
-        room = torch.empty_like(self.size)
-        return room, room.data_ptr(), room.data_ptr() + self.lses
 
 
 @dataclass
@@ -327,10 +325,10 @@ class Ready:
     """The compiled kernel with what does not change between calls of one key."""
 
     problem: Problem
-    kernel: nvrtc.Kernel
-    grid: int
-    reads: bool  # whether there are tensors among the aux values, which then are every call's own
-    strides: tuple[tuple[int, int, int], ...]  # of q, k, v, where rows may need repair: batch, head, row
+    row: Row  # takes q_map, k_map, v_map, out, lse, sinks, and of these what there is: out_map, inputs, work, ...
+    pads: bool  # whether q, k or v may have to be padded
+    tensors: bool  # whether there are tensors among the aux values, whose addresses come last
+    strides: tuple[int, ...]  # of q, k, v, where rows may need repair: batch, head, row
     marks: int
     maps: tuple[nvrtc.TensorMaps, ...]  # of q, k, v
     out_maps: nvrtc.TensorMaps | None  # of a warp's rows of out, if the copy engine stores them
@@ -345,22 +343,21 @@ class Ready:
         tensors = (allocate_out(p, x.q, x.layout), _padded(x.q), _padded(x.k), _padded(x.v))
         out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
         merge = Merge.of(binary, m, out) if m.split else None
-        sms = plan.device.sm_count or 1
-        deal, reads = m.deal(sms), any(isinstance(value, torch.Tensor) for value in x.aux)
+        sms, masked = plan.device.sm_count or 1, p.program.keep is not None
+        deal = m.deal(sms)
         fixed = of_strides("out", launch.strides(out) if merge is None else merge.strides)
         fixed |= {name: getattr(p, name) for name in LENGTHS}
         fixed |= {
             "tiles_head": deal.tiles_head, "tiles": deal.tiles, "section": m.section,
             "whole": deal.whole, "parts": deal.parts, "width": deal.width,
             "factor": launch.factor(p, p.softmax_scale), "scale": p.softmax_scale,
-        } | ({} if reads else expressions.arguments(x.aux, p.program))  # fmt: skip
-        params = PARAMS.followed_by(expressions.parameters(p.program))
-        kernel = nvrtc.Kernel(binary, params, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
+        } | expressions.arguments(x.aux, p.program)  # fmt: skip
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
         return cls(
-            p, kernel, min(deal.tiles, sms), reads,
-            () if p.program.keep is None else tuple(launch.strides(t) for t in (q, k, v)), m.marks * m.tile.num_splits,
+            p, _row(binary, m, x, fixed, min(deal.tiles, sms), merge), bool(p.dim % 8 or p.dim_v % 8),
+            bool(expressions.of_tensors(x.aux)), sum((launch.strides(t) for t in (q, k, v)), ()) if masked else (),
+            m.marks * m.tile.num_splits,
             (host.maps(q, slice_, width, last), host.maps(k, tile, width, last), host.maps(v, tile, width_v)),
             host.maps(out, (16, 1), width_v) if m.staged else None,
             host.like((p.batch, p.heads_q, p.seqlen_q), q.device), merge,
@@ -369,29 +366,48 @@ class Ready:
     def run(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One launch on the current stream, and with several KV splits the one that merges them."""
         p, q, k, v = self.problem, x.q, x.k, x.v
-        if p.dim % 8 or p.dim_v % 8:
+        if self.pads:
             q, k, v = _padded(q), _padded(k), _padded(v)
-        out, lse = allocate_out(p, x.q, x.layout), torch.empty_like(self.lse) if x.lse else None
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        out = torch.empty_like(x.q) if p.out_like_q else allocate_out(p, x.q, x.layout)
+        lse = torch.empty_like(self.lse) if x.lse else None
+        at_q, at_k, at_v, at_out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         maps_q, maps_k, maps_v = self.maps
-        work, inputs = None, b""
+        values: list[Any] = [
+            maps_q[at_q], maps_k[at_k], maps_v[at_v], at_out, 0 if lse is None else lse.data_ptr(),
+            0 if x.sinks is None else x.sinks.data_ptr(),
+        ]  # fmt: skip
+        if self.out_maps is not None:
+            values.append(self.out_maps[at_out])
         if self.strides:
+            of = self.strides
             work = host.workspace(q.device, self.marks)
-            of_q, of_k, of_v = self.strides
-            inputs = INPUTS.pack(at_q, *of_q, at_k, *of_k, at_v, *of_v)
-        at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
-        at_sinks, merge = 0 if x.sinks is None else x.sinks.data_ptr(), self.merge
-        _held, to, lse_to = (None, at_out, at_lse) if merge is None else merge.room()
-        values = {
-            "q_map": maps_q[at_q], "k_map": maps_k[at_k], "v_map": maps_v[at_v],
-            "out_map": b"" if self.out_maps is None else self.out_maps[at_out], "inputs": inputs,
-            "out": to, "lse": lse_to, "sinks": at_sinks, "work": 0 if work is None else work.data_ptr(),
-        }  # fmt: skip
-        self.kernel.launch(self.grid, values | expressions.arguments(x.aux, p.program) if self.reads else values)
-        if merge is not None:
-            given = {"outs": to, "lses": lse_to, "out": at_out, "lse": at_lse, "sinks": at_sinks}
-            merge.kernel.launch(merge.grid, given)
+            values += INPUTS.pack(at_q, *of[:3], at_k, *of[3:6], at_v, *of[6:]), work.data_ptr()
+        if self.merge is not None:
+            room = torch.empty_like(self.merge.size)
+            values += room.data_ptr(), room.data_ptr() + self.merge.lses
+        if self.tensors:
+            values += [t.data_ptr() for t in x.aux if isinstance(t, torch.Tensor)]
+        self.row.start(values)
         return out, lse
+
+
+def _row(
+    binary: nvrtc.Binary, m: Config, x: Operands, fixed: dict[str, Any], grid: int, merge: Merge | None
+) -> Row:  # fmt: skip
+    """The launches, and the names of what `Ready.run` gives them, in its order."""
+    p, tensors = m.p, expressions.of_tensors(x.aux)
+    names = ["q_map", "k_map", "v_map", "out", "lse", "sinks"]
+    names += ["out_map"] if m.staged else []
+    names += ["inputs", "work"] if p.program.keep is not None else []
+    names += ["outs", "lses"] if merge is not None else []
+    names += tensors
+    fixed = {name: value for name, value in fixed.items() if name not in tensors}
+    fixed |= {name: none for name, none in {"out_map": b"", "inputs": b"", "work": 0}.items() if name not in names}
+    params = PARAMS.followed_by(expressions.parameters(p.program))
+    kernel = nvrtc.Kernel(binary, params, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
+    takes = {name: name for name in kernel.changing} | ({} if merge is None else {"out": "outs", "lse": "lses"})
+    parts = [Part(kernel, grid, takes)]
+    return Row(names, parts if merge is None else [*parts, merge.part])
 
 
 SPEC = HopperForward()

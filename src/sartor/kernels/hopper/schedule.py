@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sartor.device import Device
 from sartor.kernels.spec import Tile
@@ -47,12 +48,12 @@ class Schedule:
     dim_v: int  # rounded up to 8, as products can be wide
     rows: int  # queries of a head in a slice
 
-    @property
+    @cached_property
     def slices(self) -> int:
         """Parts of 64 rows that the queries of a key head's heads make."""
         return -(-self.p.seqlen_q // self.rows) * -(-self.p.group // (64 // self.rows))
 
-    @property
+    @cached_property
     def section(self) -> int:
         """Heads whose tiles are in flight together: their keys and values stay in L2, which spares power. Few take
         long to end where the last ones are fewer still, and where tiles are short."""
@@ -75,7 +76,7 @@ class Schedule:
         """Whether there are several KV splits (Dao, Haziza, Massa and Sizov 2023, Flash-Decoding)."""
         return self.tile.num_splits > 1
 
-    @property
+    @cached_property
     def parted(self) -> bool:
         """Whether the last tiles are dealt out in parts: blocks are given equally many, heads are long enough that to
         read one again, for a part, is little, and registers suffice."""
@@ -143,18 +144,18 @@ class Schedule:
         saved = 2 * (self.key_tiles - width) * self.block_n * (self.dim + self.dim_v)
         return -(-self.key_tiles // width) if saved > MERGE else 1
 
-    @property
+    @cached_property
     def key_tiles(self) -> int:
         """Of all keys."""
         return -(-self.p.seqlen_kv // self.block_n)
 
-    @property
+    @cached_property
     def mask(self) -> int:
         """What rows attend to: 0 everything, 1 an interval that the mask's text gives, 2 anything else."""
         program = self.p.program
         return 0 if program.keep is None else 1 if program.is_interval else 2
 
-    @property
+    @cached_property
     def lower(self) -> bool:
         """Whether what a row attends to may begin after the first key."""
         return self.mask == 2 or self.p.program.has_lower_end

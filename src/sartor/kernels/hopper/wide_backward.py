@@ -289,31 +289,34 @@ class Cuts:
             "scale": self.p.softmax_scale,
         }  # fmt: skip
 
-    def dkdv(self, piece: Piece, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: dict[str, Any]) -> Step:
+    def dkdv(self, piece: Piece, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: tuple[Any, ...]) -> Step:
         """The first launch of a piece; `tensors` are like q, k, v, dout and the gradients."""
         m, fixed = OfKeys(self.p), self.fixed(piece)
         for name in ("dk", "dv"):
             fixed |= of_strides(name, launch.strides(tensors[name]))
-        fixed |= {"factor": launch.LOG2_E * self.p.softmax_scale, **aux}
+        fixed |= {"factor": launch.LOG2_E * self.p.softmax_scale} | expressions.arguments(aux, self.p.program)
+        reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
         params = DKDV.followed_by(expressions.parameters(self.p.program))
         of, of_v = m.widths
         widths = {"k": of, "q": of, "v": of_v, "dout": of_v}
         maps = {name: host.maps(tensors[name], (64, 1), width) for name, width in widths.items()}
         names = dict.fromkeys(("dk", "dv", "delta", "ds", "written", "zeros", *widths))
-        named = {name: name for name in names} | {"lse": "lse_log2", "marks": "bad_kv"}
+        named = {name: name for name in names} | {"lse": "lse_log2", "marks": "bad_kv"} | reads
         return Step(nvrtc.Kernel(binary, params, 384, m.shared_bytes, fixed), piece.heads * piece.tiles, named, maps)
 
-    def dq(self, piece: Piece, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: dict[str, Any]) -> Step:
+    def dq(self, piece: Piece, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: tuple[Any, ...]) -> Step:
         """The second launch of a piece."""
         m, pairs = OfQueries(self.p), piece.heads * self.p.group * -(-self.shape.queries // 2)
         folds = self.skew != cutting.NONE and pairs < FOLDS * self.sms
-        fixed = self.fixed(piece) | of_strides("dq", launch.strides(tensors["dq"])) | aux
+        fixed = self.fixed(piece) | of_strides("dq", launch.strides(tensors["dq"]))
+        fixed |= expressions.arguments(aux, self.p.program)
+        reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
         fixed |= {
             "resumes": int(piece.first_tile > 0), "ends": int(piece.first_tile + piece.tiles == self.shape.keys),
             "folds": int(folds),
         }  # fmt: skip
         params = DQ.followed_by(expressions.parameters(self.p.program))
-        names = {name: name for name in ("k", "ds", "written", "zeros", "carry", "dq")} | {"marks": "bad_q"}
+        names = {name: name for name in ("k", "ds", "written", "zeros", "carry", "dq")} | {"marks": "bad_q"} | reads
         maps = {"k": host.maps(tensors["k"], (64, 1), m.widths[0])}
         return Step(nvrtc.Kernel(binary, params, 384, m.shared_bytes, fixed), pairs, names, maps)
 
@@ -322,24 +325,17 @@ class WideReady(Ready):
     """The launches of one call key."""
 
     @classmethod
-    def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> WideReady:
+    def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> Any:
         """Everything that the launches of a plan need."""
         dout, out = tidy(p, saved.dout), tidy_out(saved.out)
         tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
         tensors |= {f"d{name}": dense_like(tensors[name]) for name in ("q", "k", "v")}
-        reads = any(isinstance(value, torch.Tensor) for value in x.aux)
-        aux = {} if reads else expressions.arguments(x.aux, p.program)
         cuts = Cuts(p, skew(p, x.aux), sms)
         first, second = OfKeys(p).compile(), OfQueries(p).compile()
-        steps = [(Step.preprocess(cast(Any, OfKeys(p)), first, out, dout), False)]
+        steps = [Step.preprocess(cast(Any, OfKeys(p)), first, out, dout)]
         for piece in cuts.pieces:
-            steps += [(cuts.dkdv(piece, first, tensors, aux), True), (cuts.dq(piece, second, tensors, aux), True)]
-        space = cuts.room()
-        names = ("q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv", *space.places)
-        return cls(
-            key, space, steps, reads, (dout is not saved.dout, out is not saved.out),
-            tuple(f"{name}_ptr" for name in names),
-        )  # fmt: skip
+            steps += [cuts.dkdv(piece, first, tensors, x.aux), cuts.dq(piece, second, tensors, x.aux)]
+        return cls.made(p, key, cuts.room(), steps, x, (dout is not saved.dout, out is not saved.out))
 
 
 SPEC = WideBackward()

@@ -11,6 +11,7 @@ from sartor import direct
 from sartor.device import Device
 from sartor.direct import Direct, version
 from sartor.kernels.spec import KernelSpec, Operands, Plan, Saved, Tile, legal
+from sartor.mods.recent import Recent
 from sartor.problem import Problem
 
 LOG2_E = 1.4426950408889634
@@ -166,11 +167,10 @@ class Ready(NamedTuple):
     slots: dict[str, int]
 
     @classmethod
-    def of(cls, step: Launch, compiled: Any) -> Ready:
-        """For a launch that ran."""
+    def of(cls, step: Launch, compiled: Any, direct: Direct | None) -> Ready:
+        """For a launch whose kernel is compiled."""
         slots = {name: i for i, name in enumerate(step.arguments)}
         kept = [_kept(x) for x in step.arguments.values()]
-        direct = Direct.of(compiled, step.arguments, step.grid, version())
         return cls(step.name, compiled, direct, compiled[(step.grid, 1, 1)], kept, slots)
 
     def repeat(self, changed: Mapping[str, Any]) -> None:
@@ -188,15 +188,65 @@ def run(steps: Iterable[Launch], cache: dict[object, Any], key: object = None) -
     A cache belongs to one call key, which holds what Triton specialises on, so one compiled kernel serves it; `key`
     adds what varies besides (the layout of dout).
     """
-    ready = []
-    for step in steps:
-        if step.grid:
-            options = {} if interpreted() else compile_options(step.tile)
-            compiled = step.kernel[(step.grid,)](**step.arguments, **options)
-            if hasattr(compiled, "function"):  # not so in the interpreter
-                ready.append(Ready.of(step, compiled))
-    if not interpreted():
-        cache["ready", key] = tuple(ready)
+    if interpreted():
+        for step in steps:
+            if step.grid:
+                step.kernel[(step.grid,)](**step.arguments)
+        return
+    cache["ready", key] = tuple([_first(step) for step in steps if step.grid])
+
+
+_COMPILED = Recent(1024)  # by `specialised`: the compiled kernel, and a launch of it, if the driver may start it
+
+
+def _first(step: Launch) -> Ready:
+    """The first launch of a key. What was compiled for another, Triton looks up in a millisecond: it binds each
+    argument anew. Here the driver starts it if it is the same kernel."""
+    kind = specialised(step)
+    compiled, known = _COMPILED.get(kind, (None, None))
+    if known is not None and not direct.hooked():
+        found = known.like(step.arguments, step.grid)
+        found.start(step.arguments, direct.current_stream())
+        return Ready.of(step, compiled, found)
+    compiled = _by_triton(step)
+    serves = Direct.serves(compiled, step.arguments, version())
+    found = Direct.of(compiled, step.arguments, step.grid) if serves else None
+    _COMPILED.add(kind, (compiled, found))
+    return Ready.of(step, compiled, found)
+
+
+def _by_triton(step: Launch) -> Any:
+    """Launch by Triton, which gives back what it compiled or found."""
+    return step.kernel[(step.grid,)](**step.arguments, **compile_options(step.tile))
+
+
+def specialised(step: Launch) -> tuple[Any, ...]:
+    """What Triton compiles a kernel for, and at least that: equal launches take one compiled kernel of a device."""
+    given = zip(step.arguments.values(), step.kernel.params, strict=True)
+    kinds = [x if p.is_constexpr else _wide(x) if p.do_not_specialize else _kind(x) for x, p in given]
+    return torch._C._cuda_getDevice(), step.kernel, step.tile.warps, step.tile.stages, *kinds
+
+
+def _wide(value: Any) -> int:
+    """Which type an integer has: 32 bits, 64, or 64 without a sign."""
+    return 32 if -(2**31) <= value < 2**31 else 64 if value < 2**63 else 0
+
+
+def _kind(value: Any) -> Any:
+    """Of an argument: integers are told apart by 1, multiples of 16 and their width, tensors by dtype and alignment."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    if value.__class__ is int:
+        return value == 1, value % 16 == 0, _wide(value)
+    return value.__class__
+
+
+def direct_ones(cache: dict[object, Any], key: object) -> list[Direct] | None:
+    """What `run` kept for a key, where the driver starts all of it."""
+    found = [step.direct for step in cache.get(("ready", key), ())]
+    return None if None in found else found
 
 
 def _kept(value: Any) -> Any:
@@ -242,13 +292,9 @@ def own(tensors: dict[str, torch.Tensor], pairs: dict[str, Any], *steps: str) ->
 def key(saved: Saved) -> tuple[Any, ...]:
     """What the launches of a backward depend on besides the plan's problem: how the tensors of `saved` lie."""
     out, lse, dout, dlse = saved
-    addresses = (
-        out.data_ptr() & 15,
-        lse.data_ptr() & 15,
-        dout.data_ptr() & 15,
-        -1 if dlse is None else dlse.data_ptr() & 15,
-    )
-    return out.stride(), dout.stride(), dout.dtype, addresses
+    at = out.data_ptr(), lse.data_ptr(), dout.data_ptr(), 0 if dlse is None else dlse.data_ptr()
+    off = (at[0] | at[1] | at[2] | at[3]) & 15
+    return out.stride(), dout.stride(), dout.dtype, dlse is None, off and tuple([address & 15 for address in at])
 
 
 def compile_options(tile: Tile) -> dict[str, Any]:

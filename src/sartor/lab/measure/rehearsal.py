@@ -19,6 +19,7 @@ import torch
 from sartor import nvrtc
 from sartor.device import Device
 from sartor.kernels.cuda import host
+from sartor.kernels.cuda.row import Row
 from sartor.kernels.spec import Plan, Saved
 from sartor.kernels.triton import launch
 from sartor.lab.measure.machine_code import code_hash
@@ -71,6 +72,10 @@ def rehearsed(device: Device) -> Iterator[list[Launched]]:
         arguments = tuple(_plain(_passed(kernel, values)))
         found.append(Launched(kernel.name, compiler, code, size, kernel.block, 1, kernel.shared, arguments))
 
+    def row(launches: Row, values: Any) -> None:
+        for one in launches.named(values):
+            cuda(*one)
+
     def triton(steps: Iterable[launch.Launch], cache: Any, key: object = None) -> None:
         found.extend(_of_triton(step, device.arch) for step in steps if step.grid)
 
@@ -82,6 +87,7 @@ def rehearsed(device: Device) -> Iterator[list[Launched]]:
 
     with ExitStack() as seams:
         seams.enter_context(patch.object(nvrtc.Kernel, "launch", cuda))
+        seams.enter_context(patch.object(Row, "start", row))
         seams.enter_context(patch.object(nvrtc, "tensor_map", tensor_map))
         seams.enter_context(patch.object(host, "workspace", workspace))
         seams.enter_context(patch.object(launch, "run", triton))
