@@ -5,9 +5,11 @@ Triton's interpreter, where it runs, does not look for the same names at each ca
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +53,7 @@ def poison(monkeypatch):
 
 def pytest_addoption(parser):
     parser.addoption("--kernels", default="", help="comma-separated: only tests that judge one of these kernels")
+    parser.addoption("--planned", default="", help="file to write: the tests that will be run, and what each judges")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -61,6 +64,7 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(f"--kernels must be among {', '.join(sorted(every))}, got {config.option.kernels!r}")
     left = []
     for item in items:
+        item.user_properties.append(("done", "yes"))  # JUnit's XML has it of what came to its end
         marks = list(item.iter_markers("judges"))
         about = {name for mark in marks for name in mark.args}
         if about - every:
@@ -71,4 +75,18 @@ def pytest_collection_modifyitems(config, items):
             left.append(item)
     config.hook.pytest_deselected(items=left)
     dropped = set(map(id, left))
-    items[:] = [item for item in items if id(item) not in dropped]
+    # What is about all comes first: a run that is stopped then says most.
+    items[:] = sorted((item for item in items if id(item) not in dropped), key=lambda item: _judges(item) is not None)
+
+
+def _judges(item):
+    return dict(item.user_properties).get("judges")
+
+
+def pytest_collection_finish(session):
+    """Names are those of JUnit's XML."""
+    path, worker = session.config.option.planned, getattr(session.config, "workerinput", {"workerid": "gw0"})
+    if path and worker["workerid"] == "gw0":
+        names = (item.nodeid.partition("::") for item in session.items)
+        names = (f"{file.removesuffix('.py').replace('/', '.')}::{test}" for file, _, test in names)
+        Path(path).write_text(json.dumps(dict(zip(names, map(_judges, session.items), strict=True))), encoding="utf-8")

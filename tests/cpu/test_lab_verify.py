@@ -26,13 +26,27 @@ JUNIT = f"""<testsuites><testsuite>
 <testcase classname="t.a" name="not"><skipped/></testcase>
 </testsuite></testsuites>"""
 
+DONE = """<testsuites><testsuite>
+<testcase classname="t.a" name="ok"><properties><property name="done" value="yes"/></properties></testcase>
+<testcase classname="t.b" name="no"><properties><property name="done" value="yes"/></properties><failure/></testcase>
+<testcase classname="t.a" name="begun"/>
+</testsuite></testsuites>"""
+
 
 def test_counts_of_a_test_run() -> None:
     found = verify.counts(ET.fromstring(JUNIT))
     assert found == {
         "passed": 1, "failed": 2, "skipped": 1, "failures": ["t.b::no", "t.a::bad"], "against": ["hopper_forward"],
-        "modules": {"a": 3.0, "b": 3.0},
+        "modules": {"a": 3.0, "b": 3.0}, "not_done": 0, "open": [],
     }  # fmt: skip
+
+
+def test_kernels_with_a_test_that_was_not_done_are_open() -> None:
+    planned = {"t.a::ok": None, "t.b::no": "hopper_forward", "t.b::late": "hopper_backward triton_backward"}
+    found = verify.counts(ET.fromstring(DONE), planned)
+    assert (found["passed"], found["not_done"], found["open"]) == (1, 1, ["hopper_backward", "triton_backward"])
+    found = verify.counts(ET.fromstring(DONE), {"t.a::begun": None})
+    assert (found["passed"], found["not_done"], found["open"]) == (1, 1, sorted(wanted.KERNELS))
 
 
 def test_a_failure_of_what_is_about_no_kernel_in_particular_speaks_against_all() -> None:
@@ -59,6 +73,27 @@ def test_tests_are_run_and_counted(tmp_path: Path) -> None:
     assert (found["passed"], found["failed"]) == (1, 1)
 
 
+@pytest.mark.thorough
+def test_a_run_that_is_stopped_tells_what_was_done(tmp_path: Path) -> None:
+    """What is about all kernels is done first."""
+    root = checkout()
+    if root is None:
+        pytest.skip("tests lie in a checkout")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").write_text((root / "tests" / "conftest.py").read_text())
+    (tmp_path / "tests" / "test_one.py").write_text(
+        "import pytest, time\n"
+        "@pytest.mark.judges('hopper_forward')\n"
+        "@pytest.mark.parametrize('i', range(40))\n"
+        "def test_late(i): time.sleep(60 if i else 0)\n"
+        "def test_of_all(): pass\n"
+    )
+    found = verify.run_tests(tmp_path, 12, marker="not gpu")
+    assert found["passed"] == 2, found
+    assert (found["failed"], found["open"]) == (0, ["hopper_forward"]), found
+    assert found["not_done"] == 39
+
+
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
 def test_check_judges_a_kernel_by_name(mode: str) -> None:
     row = check.judge(Workload(1, 2, 1, 40, 40, 24, 24, "float32", "causal", mode), torch.device("cpu"), "reference")
@@ -68,7 +103,15 @@ def test_check_judges_a_kernel_by_name(mode: str) -> None:
 
 
 def outcome(*against: str, passed: int = 700, failed: int = 1) -> dict:
-    return {"passed": passed, "failed": failed, "skipped": 0, "failures": [], "against": list(against)}
+    return {
+        "passed": passed,
+        "failed": failed,
+        "skipped": 0,
+        "failures": [],
+        "against": list(against),
+        "not_done": 0,
+        "open": [],
+    }
 
 
 def test_a_kernel_is_sound_if_nothing_speaks_against_it() -> None:

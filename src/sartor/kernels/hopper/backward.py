@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -46,6 +46,9 @@ from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import TritonBackward, dense_like, padded_rows, rows
 from sartor.mods.program import Program
 from sartor.problem import Problem, is_copied, mask_class, rows_on_16_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 if launch.available():
     from sartor.kernels.triton import codegen
@@ -458,7 +461,7 @@ class Ready:
     whole: Row | None = None  # with the launches of Triton, once they are compiled
 
     @classmethod
-    def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> Any:
+    def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> Self:
         """Everything that the launches of a plan need."""
         dout, out = tidy(p, saved.dout), tidy_out(saved.out)
         steps, space = _steps(p, x, saved._replace(dout=dout, out=out), sms), room(p)
@@ -467,7 +470,7 @@ class Ready:
     @classmethod
     def made(
         cls, p: Problem, key: object, space: Room, steps: list[Step], x: Operands, untidy: tuple[bool, bool]
-    ) -> Any:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """Of these launches."""
         names = [*CALL, *space.places, *expressions.of_tensors(x.aux)]
         maps = [(f"{at} of {i}", s.tensors[at], made) for i, s in enumerate(steps) for at, made in s.maps.items()]

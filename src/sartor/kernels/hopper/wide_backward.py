@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -42,6 +42,9 @@ from sartor.kernels.spec import Operands, Plan, Saved, Tile
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import dense_like, padded_rows
 from sartor.problem import Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PIECE = dict.fromkeys(("first_head", "first_tile", "tiles", "skew"), "int")
 DKDV = Params(
@@ -325,7 +328,7 @@ class WideReady(Ready):
     """The launches of one call key."""
 
     @classmethod
-    def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> Any:
+    def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> Self:
         """Everything that the launches of a plan need."""
         dout, out = tidy(p, saved.dout), tidy_out(saved.out)
         tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ LIMIT_S = 9.5 * 60  # unless told otherwise
 COMPARE_S = 180  # that fingerprints may take, where they say what is to be tested
 AFTER_TESTS_S = 120  # that accuracy and fingerprints may take, side by side
 STOP_AT = 20  # failures: what was not run by then is not known
+END_S = 40  # that pytest may take to write what was done, once it is stopped
 
 
 def verify(
@@ -56,6 +60,7 @@ def verify(
     left = start + limit_s - AFTER_TESTS_S - time.monotonic()
     tests = run_tests(root, left, () if whole else names, tell=tell)
     tell("accuracy, and fingerprints beside it")
+    names = [name for name in names if name not in tests["open"]]
     own = None if whole else wanted.cases_of(names, Device.of(device))
     with ThreadPoolExecutor(1) as beside:
         printing = beside.submit(lambda: now or fingerprints(device, start + limit_s - 20, tell, own))
@@ -77,8 +82,9 @@ def verify(
     }  # fmt: skip
     known = {fingerprint.key(*case) for case in cases()}
     text = {"device_name": torch.cuda.get_device_name(device), "runs": evidence.after(run, judged, known)}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "evidence.json").write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    if judged:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "evidence.json").write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
     return run
 
 
@@ -106,33 +112,48 @@ def run_tests(
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Counts of `pytest -m <marker>`, or of those of its tests that judge some kernels; `tell` is told why tests fail.
-    A run over its limit counts as one failure, with what it was stopped at."""
+    A run over its limit is stopped: what was done counts, and the kernels of which a test was not done are `open`."""
     with tempfile.TemporaryDirectory() as folder:
-        xml = Path(folder) / "tests.xml"
+        xml, planned = Path(folder) / "tests.xml", Path(folder) / "planned.json"
         command = [sys.executable, "-m", "pytest", "-m", marker, "-q", f"--maxfail={STOP_AT}", f"--junitxml={xml}"]
         command += ["--kernels", ",".join(names)] if names else []
+        command += ["--planned", str(planned)] if (root / "tests" / "conftest.py").is_file() else []
         if find_spec("xdist"):  # compiling takes most of the time, and it runs on the CPU
-            command += ["-n", str(min(14, os.cpu_count() or 1)), "--dist", "worksteal"]
-        try:
-            done = subprocess.run(command, cwd=root, timeout=limit_s, capture_output=True, text=True, check=False)
-        except subprocess.TimeoutExpired:
-            return _not_run(f"not done after {limit_s:.0f} s")
+            command += ["-n", str(min(14, os.cpu_count() or 1)), "--dist", "load", "--maxschedchunk", "1"]
+        said = _run(command, root, limit_s)
         if not xml.is_file():
-            return _not_run(done.stdout[-2000:])
+            return _not_run(said[-2000:])
         tree = ET.parse(xml).getroot()
         for failure in (*tree.iter("failure"), *tree.iter("error")):
             tell((failure.get("message") or "")[:400])
-        return counts(tree)
+        found = counts(tree, json.loads(planned.read_text(encoding="utf-8")) if planned.is_file() else {})
+        if found["not_done"]:
+            tell(f"stopped after {limit_s:.0f} s, {found['not_done']} tests before the end")
+        return found
+
+
+def _run(command: Sequence[str], root: Path, limit_s: float) -> str:
+    """What pytest says. At the limit it is interrupted, as by Ctrl-C: it writes down what was done, and ends."""
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        for seconds, stop in ((limit_s, partial(running.send_signal, signal.SIGINT)), (END_S, running.kill)):
+            try:
+                return running.communicate(timeout=seconds)[0]
+            except subprocess.TimeoutExpired:
+                stop()
+        return running.communicate()[0]
 
 
 def _not_run(why: str) -> dict[str, Any]:
-    return {"passed": 0, "failed": 1, "skipped": 0, "failures": [why], "against": list(wanted.KERNELS), "modules": {}}
+    none = {"passed": 0, "skipped": 0, "not_done": 0, "open": [], "modules": {}}
+    return {**none, "failed": 1, "failures": [why], "against": list(wanted.KERNELS)}
 
 
-def counts(tree: ET.Element) -> dict[str, Any]:
+def counts(tree: ET.Element, planned: Mapping[str, str | None] = MappingProxyType({})) -> dict[str, Any]:
     """passed, failed, skipped, the names of the failures and the kernels they speak against, seconds by module, summed
-    over processes, from JUnit XML. That no test ran is a failure, which speaks against all."""
-    cases = list(tree.iter("testcase"))
+    over processes, from JUnit XML. That no test ran is a failure, which speaks against all. Of the tests that were
+    `planned` (with the kernels that each judges, None: all) how many are not done, and the kernels they leave open; XML
+    names those that were begun too."""
+    cases = [c for c in tree.iter("testcase") if not planned or _property(c, "done")]
     failed = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
     skipped = [c for c in cases if c.find("skipped") is not None]
     if len(skipped) == len(cases):
@@ -140,17 +161,32 @@ def counts(tree: ET.Element) -> dict[str, Any]:
     modules: dict[str, float] = defaultdict(float)
     for c in cases:
         modules[c.get("classname", "").rsplit(".", 1)[-1]] += float(c.get("time", 0))
+    done = {_name(c) for c in cases}
+    left = [judges for name, judges in planned.items() if name not in done]
     return {
         "passed": len(cases) - len(failed) - len(skipped),
         "failed": len(failed),
         "skipped": len(skipped),
-        "failures": [f"{c.get('classname')}::{c.get('name')}" for c in failed],
+        "failures": [_name(c) for c in failed],
         "against": sorted({name for c in failed for name in _judged_by(c)}),
+        "not_done": len(left),
+        "open": sorted({name for judges in left for name in _kernels(judges)}),
         "modules": {name: round(seconds, 1) for name, seconds in sorted(modules.items())},
     }
 
 
+def _name(test: ET.Element) -> str:
+    return f"{test.get('classname')}::{test.get('name')}"
+
+
 def _judged_by(test: ET.Element) -> Sequence[str]:
+    return _kernels(_property(test, "judges"))
+
+
+def _property(test: ET.Element, name: str) -> str | None:
+    return next((p.get("value", "") for p in test.iter("property") if p.get("name") == name), None)
+
+
+def _kernels(judges: str | None) -> Sequence[str]:
     """The kernels that a test says it is about (mark `judges`), or all."""
-    said = [p.get("value", "") for p in test.iter("property") if p.get("name") == "judges"]
-    return said[0].split() if said else wanted.KERNELS
+    return wanted.KERNELS if judges is None else judges.split()
