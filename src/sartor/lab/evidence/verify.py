@@ -128,7 +128,8 @@ def run_tests(
             tell((failure.get("message") or "")[:400])
         found = counts(tree, json.loads(planned.read_text(encoding="utf-8")) if planned.is_file() else {})
         if found["not_done"]:
-            tell(f"stopped after {limit_s:.0f} s, {found['not_done']} tests before the end")
+            begun = [_name(c) for c in tree.iter("testcase") if not _property(c, "done")]
+            tell(f"stopped after {limit_s:.0f} s with {found['not_done']} tests to go, in {', '.join(begun)}")
         return found
 
 
