@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import dialects
+import judged
 import sartor
 from sartor import mods, ops, testing
 from sartor.kernels.hopper import forward as hopper_forward
 from sartor.kernels.hopper import schedule
-from sartor.lab.evidence import wanted
 from sartor.plan import choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -32,7 +32,7 @@ family = "triton"  # the kernels under test
 
 
 PORTABLE = ("triton_forward", "triton_backward")
-OTHERS = (name for name in wanted.KERNELS if name not in PORTABLE)
+OTHERS = (name for name in judged.NARROW if name not in PORTABLE)
 FAMILIES = [
     pytest.param("triton", marks=pytest.mark.judges(*PORTABLE)),
     pytest.param("auto", marks=pytest.mark.judges(*OTHERS)),
@@ -89,6 +89,7 @@ def normal(*shape, seed=3, dtype=FP32):
 # ---- shapes
 
 
+@judged.WIDE
 @pytest.mark.parametrize("dim", DIMS)
 def test_dims(dim):
     verify(*inputs(d=dim))
@@ -99,6 +100,7 @@ def test_dtypes(dtype, dim):
     verify(*inputs(d=dim, dtype=dtype), through_lse=True)
 
 
+@judged.WIDE
 @pytest.mark.parametrize(("dim", "dim_v"), [(64, 128), (192, 128), (40, 17), (17, 512)])
 def test_dim_v(dim, dim_v):
     verify(*inputs(d=dim, dv=dim_v))

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import buried
+import judged
 import sartor
 from sartor import mods, ops, testing
 from sartor.kernels.spec import Saved
 from sartor.problem import Call
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.judges(*judged.NARROW)]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

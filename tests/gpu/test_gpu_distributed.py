@@ -9,7 +9,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+import judged
+
+pytestmark = [pytest.mark.gpu, pytest.mark.judges(*judged.NARROW)]
 RANKS, SEQLEN = 2, 2000
 
 

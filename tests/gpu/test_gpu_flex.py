@@ -8,11 +8,16 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as theirs
 
 import flex_mods
+import judged
 import sartor
 from sartor import mods, testing
 from sartor.integrations import flex
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.judges(*judged.NARROW),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 BATCH, HEADS, LENGTH, DIM = 2, 4, 512, 64
 SIZES = BATCH, HEADS, LENGTH, LENGTH
 

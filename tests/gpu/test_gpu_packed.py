@@ -7,12 +7,17 @@ import time
 import pytest
 import torch
 
+import judged
 import sartor
 from sartor import mods
 from sartor.lengths import intervals, values
 from sartor.lengths.intervals import NO_SIDE, Cache
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.judges(*judged.NARROW),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 TOKENS, PLACES = 300, 70
 ENDS = [0, 0, 90, 91, 290]

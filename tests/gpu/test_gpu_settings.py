@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import judged
 import sartor
 import settings
 from sartor import ops
 from sartor.mods.recent import Recent
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.judges(*judged.NARROW)]
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
