@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -193,7 +194,20 @@ def run(steps: Iterable[Launch], cache: dict[object, Any], key: object = None) -
             if step.grid:
                 step.kernel[(step.grid,)](**step.arguments)
         return
-    cache["ready", key] = tuple([_first(step) for step in steps if step.grid])
+    wanted = [step for step in steps if step.grid]
+    compile_together([step for step in wanted if specialised(step) not in _COMPILED])
+    cache["ready", key] = tuple([_first(step) for step in wanted])
+
+
+def compile_together(steps: Sequence[Launch]) -> None:
+    """Have Triton compile these side by side: most of the time is its assembler's, a process of its own for each."""
+    if len(steps) < 2:
+        return
+    import triton
+
+    with ThreadPoolExecutor(len(steps)) as threads, triton.AsyncCompileMode(threads):
+        for step in steps:
+            step.kernel.warmup(*step.arguments.values(), grid=(step.grid,), **compile_options(step.tile))
 
 
 _COMPILED = Recent(1024)  # by `specialised`: the compiled kernel, and a launch of it, if the driver may start it
