@@ -48,7 +48,7 @@ def launches(monkeypatch) -> dict[str, dict[str, Any]]:
     monkeypatch.setattr(nvrtc.Kernel, "launch", record)
     monkeypatch.setattr(Row, "start", start)
     monkeypatch.setattr(host, "_built", lambda *_: None)
-    monkeypatch.setattr(launch, "again", lambda *_: True)
+    monkeypatch.setattr(launch, "repeat", lambda *_: True)
     monkeypatch.setattr(Device, "of", classmethod(lambda *_: ARCHITECTURES[90]))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)

@@ -363,7 +363,7 @@ def backward(driver, monkeypatch):
 
     monkeypatch.setattr(hopper_backward.Config, "compile", lambda _: None)
     monkeypatch.setattr(torch, "empty_like", room)
-    monkeypatch.setattr(hopper_backward.launch, "again", again)
+    monkeypatch.setattr(hopper_backward.launch, "repeat", again)
     return found
 
 

@@ -82,7 +82,7 @@ MAPPED = ("held_x", "held_y", "x", "y")  # parameters
 DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
 BOTH = 128  # columns of which registers hold dk and dv
 CHANGE = 32  # registers that a change of scores takes
-AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
+REPAIR_TILE = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
 
 class HopperBackward(TritonBackward):
@@ -137,7 +137,7 @@ class HopperBackward(TritonBackward):
 
     def repairs(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
         """The launches of `triton_backward` over what was marked."""
-        steps = self.steps(replace(plan, tile=AGAIN), x, saved, work, {})
+        steps = self.steps(replace(plan, tile=REPAIR_TILE), x, saved, work, {})
         return [step for step in steps if step.name.endswith("repair")]
 
     def notes(self, p: Problem) -> Iterable[str]:
@@ -522,7 +522,7 @@ class Ready:
         }
         if self.tensors:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
-        if not launch.again(changed, plan.cache, self.key):
+        if not launch.repeat(changed, plan.cache, self.key):
             work = made | {"dout": saved.dout}
             work |= {name: rows(self.room, room, name, p) for name in ("delta", "lse_log2")}
             work |= {name: self.room.view(room, name, dtype=torch.int32) for name in ("bad_q", "bad_kv")}

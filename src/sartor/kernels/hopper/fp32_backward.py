@@ -54,7 +54,7 @@ PARAMS = Params(
 )  # fmt: skip
 DIMS = range(17, 129)  # the wider of the two: registers hold no more, and less is hardly work for a tensor core
 ROWS = 128  # that a block holds
-AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
+REPAIR_TILE = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
 
 class HopperFp32Backward(Fp32Backward):
@@ -93,8 +93,8 @@ class HopperFp32Backward(Fp32Backward):
             sms = plan.device.sm_count or 1
             kernels = plan.cache["hopper"] = [Ready.of(plan.problem, keys, sms, w.made) for keys in (False, True)]
         for i, kernel in enumerate((*kernels, None)):
-            if not launch.again(w.changed, plan.cache, (i, w.key), w.own):
-                sections = self.sections(replace(plan, tile=AGAIN), x, w.saved, self.tensors(plan, x, w), w.pairs)
+            if not launch.repeat(w.changed, plan.cache, (i, w.key), w.own):
+                sections = self.sections(replace(plan, tile=REPAIR_TILE), x, w.saved, self.tensors(plan, x, w), w.pairs)
                 launch.run(sections[i], plan.cache, (i, w.key))
             if kernel is not None:
                 kernel.start(w.pairs, w.changed, expressions.arguments(x.aux, plan.problem.program))

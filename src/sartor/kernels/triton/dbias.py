@@ -76,7 +76,7 @@ def dbias_kernel(
                     aux=aux),
             Config(KEEP=KEEP, SPANS=None, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION, MASKED=True,
                    BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V, UNIT=UNIT,
-                   BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SAFE=True, DSCORE=DSCORE, GAINS=GAINS),
+                   BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=True, DSCORE=DSCORE, GAINS=GAINS),
         )  # fmt: skip
         total += ds
     _store_dbias(

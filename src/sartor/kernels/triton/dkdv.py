@@ -31,7 +31,7 @@ def _mainloop(state, bounds, i_n, keys, values, queries, douts, lse_base, delta_
     left = n.seqlen_kv - i_n * c.BLOCK_N
     k = products.load(k_base, o_n, k_stride, left, c.DIM, c.CHUNKS, True, c.PRECISION)
     v = products.load(v_base, o_n, v_stride, left, c.DIM_V, c.CHUNKS_V, True, c.PRECISION)
-    for start in tl.range(lo, hi, c.BLOCK_M, num_stages=1 if c.SAFE else None):
+    for start in tl.range(lo, hi, c.BLOCK_M, num_stages=1 if c.REPAIR else None):
         first = tl.cast(start, tl.int64)
         left = n.seqlen_q - start
         q_unit = products.unit_of(q_units, start, c.PRECISION)
@@ -55,7 +55,7 @@ def _mainloop(state, bounds, i_n, keys, values, queries, douts, lse_base, delta_
             s, dp, (k_unit, q_unit, v_unit, dout_unit), lse[None, :], delta[None, :], gain, partial,
             (b, h, (start + o_m)[None, :], kv[:, None]), n, c,
         )  # fmt: skip
-        if c.SAFE:
+        if c.REPAIR:
             dv = tiles.add_attended(
                 dv, w, keep, dout_base, start, dout_stride, n.seqlen_q, c.BLOCK_M, c.DIM_V, c.CHUNKS_V
             )  # fmt: skip
@@ -109,7 +109,7 @@ def _dkdv_tile(tile, x, n, c):
     dv_base = x.dv + b64 * x.dv_strides[0] + h64 * x.dv_strides[1] + first * x.dv_strides[2]
     tiles.store_tile(dk_base, o_n, x.dk_strides[2], left, dk, c.DIM, c.CHUNKS)
     tiles.store_tile(dv_base, o_n, x.dv_strides[2], left, dv, c.DIM_V, c.CHUNKS_V)
-    if (c.KEEP is not None or c.PRECISION == "pairs") and not c.SAFE:
+    if (c.KEEP is not None or c.PRECISION == "pairs") and not c.REPAIR:
         tl.store(x.bad + tile, tiles.has_nonfinite(dk, c.CHUNKS) + tiles.has_nonfinite(dv, c.CHUNKS_V))
 
 
@@ -122,16 +122,16 @@ def dkdv_kernel(
     KEEP: tl.constexpr, COLS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
     MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr, SAFE: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONLY_MARKED: tl.constexpr, REPAIR: tl.constexpr,
     GAINS: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile. With AGAIN, a few programs compute the marked tiles again, with SAFE to repair NaN."""
+    """One program per tile; with ONLY_MARKED a few programs, which compute the marked tiles again."""
     base, begin, end, step = marks.share(
-        tl.cdiv(seqlen_kv, BLOCK_N), heads_q // group * batch, AGAIN, 0 if KEEP is None else SECTION
+        tl.cdiv(seqlen_kv, BLOCK_N), heads_q // group * batch, ONLY_MARKED, 0 if KEEP is None else SECTION
     )  # fmt: skip
     lse_log2_ptr = references(lse_log2_ptr, gain_ptr, batch, heads_q, seqlen_q, SCORE, GAINS)
     for i in tl.range(begin, end, step, num_stages=1):
-        if marks.wanted(bad_kv_ptr + base + i, AGAIN):
+        if marks.wanted(bad_kv_ptr + base + i, ONLY_MARKED):
             _dkdv_tile(
                 base + i,
                 Tensors(q=q_ptr, k=k_ptr, v=v_ptr, dout=dout_ptr, dk=dk_ptr, dv=dv_ptr, lse_log2=lse_log2_ptr,
@@ -142,5 +142,5 @@ def dkdv_kernel(
                         factor=factor, aux=aux),
                 Config(KEEP=KEEP, SPANS=COLS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION,
                        MASKED=MASKED, BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V,
-                       UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SAFE=SAFE, DSCORE=DSCORE, GAINS=GAINS),
+                       UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=REPAIR, DSCORE=DSCORE, GAINS=GAINS),
             )  # fmt: skip

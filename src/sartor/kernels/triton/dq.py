@@ -30,7 +30,7 @@ def _mainloop(dq, bounds, i_m, queries, douts, keys, values, lse, delta, b, h, n
     left = n.seqlen_q - i_m * c.BLOCK_M
     q = products.load(q_base, o_m, q_stride, left, c.DIM, c.CHUNKS, True, c.PRECISION)
     dout = products.load(dout_base, o_m, dout_stride, left, c.DIM_V, c.CHUNKS_V, True, c.PRECISION)
-    for start in tl.range(lo, hi, c.BLOCK_N, num_stages=1 if c.SAFE else None):
+    for start in tl.range(lo, hi, c.BLOCK_N, num_stages=1 if c.REPAIR else None):
         first = tl.cast(start, tl.int64)
         left = n.seqlen_kv - start
         k_unit = products.unit_of(k_units, start, c.PRECISION)
@@ -56,7 +56,7 @@ def _mainloop(dq, bounds, i_m, queries, douts, keys, values, lse, delta, b, h, n
         )  # fmt: skip
         if c.GAINS is not None:
             total += tl.sum(w, 1)
-        if c.SAFE:
+        if c.REPAIR:
             k = tiles.finite_tile(k, c.CHUNKS)
         dq = products.add_dot(dq, draw, k, k_unit, c.CHUNKS, c.PRECISION, False)  # [M, N] @ [N, D] -> [M, D]
     return dq, total, high
@@ -118,7 +118,7 @@ def _dq_tile(tile, x, n, c):
     dq = tiles.scale_tile(dq, n.scale, c.CHUNKS)
     dq_base = x.dq + b64 * x.dq_strides[0] + h64 * x.dq_strides[1] + first * x.dq_strides[2]
     tiles.store_tile(dq_base, o_m, x.dq_strides[2], left, dq, c.DIM, c.CHUNKS)
-    if (c.KEEP is not None or c.PRECISION == "pairs") and not c.SAFE:
+    if (c.KEEP is not None or c.PRECISION == "pairs") and not c.REPAIR:
         tl.store(x.bad + tile, tiles.has_nonfinite(dq, c.CHUNKS))
 
 
@@ -131,16 +131,16 @@ def dq_kernel(
     KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
     MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr, SAFE: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONLY_MARKED: tl.constexpr, REPAIR: tl.constexpr,
     GAINS: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile. With AGAIN, a few programs compute the marked tiles again, with SAFE to repair NaN."""
+    """One program per tile; with ONLY_MARKED a few programs, which compute the marked tiles again."""
     base, begin, end, step = marks.share(
-        tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, AGAIN, 0 if KEEP is None else SECTION
+        tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, ONLY_MARKED, 0 if KEEP is None else SECTION
     )  # fmt: skip
     high_ptr = references(lse_log2_ptr, gain_ptr, batch, heads_q, seqlen_q, SCORE, GAINS)
     for i in tl.range(begin, end, step, num_stages=1):
-        if marks.wanted(bad_q_ptr + base + i, AGAIN):
+        if marks.wanted(bad_q_ptr + base + i, ONLY_MARKED):
             _dq_tile(
                 base + i,
                 Tensors(q=q_ptr, k=k_ptr, v=v_ptr, dout=dout_ptr, dq=dq_ptr, lse_log2=lse_log2_ptr, delta=delta_ptr,
@@ -150,5 +150,5 @@ def dq_kernel(
                         factor=factor, aux=aux),
                 Config(KEEP=KEEP, SPANS=ROWS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION,
                        MASKED=MASKED, BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V,
-                       UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SAFE=SAFE, DSCORE=DSCORE, GAINS=GAINS),
+                       UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=REPAIR, DSCORE=DSCORE, GAINS=GAINS),
             )  # fmt: skip

@@ -64,7 +64,7 @@ if launch.available():
         q_rows = tl.minimum(i_m * c.BLOCK_M + o_m, n.seqlen_q - 1)  # for the mods
         left = n.seqlen_q - i_m * c.BLOCK_M
         q = products.load_queries(q_base, o_m, q_stride, left, c.DIM, c.DIM_V, c.CHUNKS, c.PRECISION)
-        for start in tl.range(lo, hi, c.BLOCK_N, num_stages=1 if c.SAFE else None):
+        for start in tl.range(lo, hi, c.BLOCK_N, num_stages=1 if c.REPAIR else None):
             k_rows = k_base + tl.cast(start, tl.int64) * k_stride
             v_rows = v_base + tl.cast(start, tl.int64) * v_stride
             kv = start + o_kv
@@ -90,7 +90,7 @@ if launch.available():
             alpha = tl.exp2((m - base) * n.factor)
             l = l * alpha + tl.sum(w, 1)
             acc = tiles.scale_tile(acc, alpha[:, None], c.CHUNKS_V)
-            if c.SAFE:
+            if c.REPAIR:
                 keep = tl.broadcast_to(kv[None, :] < n.seqlen_kv, w.shape)
                 keep = keep & c.KEEP(b, h, q_rows[:, None], key[None, :], n.aux)
                 acc = tiles.add_attended(
@@ -166,7 +166,7 @@ if launch.available():
             top = state[0] * n.factor
             lost = products.unresolved(top, q_unit, k_unit, n.scale, c.DIM) | products.huge(top)
             tl.store(x.bad + tile, tiles.has_nonfinite(out, c.CHUNKS_V) | tl.max(lost.to(tl.int32), 0))
-        elif c.KEEP is not None and not c.SAFE:
+        elif c.KEEP is not None and not c.REPAIR:
             tl.store(x.bad + tile, tiles.has_nonfinite(out, c.CHUNKS_V))
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
@@ -179,13 +179,13 @@ if launch.available():
         PRECISION: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
         UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-        AGAIN: tl.constexpr, SAFE: tl.constexpr,
+        ONLY_MARKED: tl.constexpr, REPAIR: tl.constexpr,
     ):  # fmt: skip
-        """One program per tile. With AGAIN, a few programs compute the marked tiles again, with SAFE to repair NaN."""
-        base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, AGAIN, 0)
+        """One program per tile; with ONLY_MARKED a few programs, which compute the marked tiles again."""
+        base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, ONLY_MARKED, 0)
         for first in tl.range(begin, end, step * marks.ROUND, num_stages=1):
-            for i in tl.range(first, marks.last(bad_ptr, first, end, step, AGAIN), step, num_stages=1):
-                if marks.wanted(bad_ptr + base + i, AGAIN):
+            for i in tl.range(first, marks.last(bad_ptr, first, end, step, ONLY_MARKED), step, num_stages=1):
+                if marks.wanted(bad_ptr + base + i, ONLY_MARKED):
                     _forward_tile(
                         base + i,
                         Tensors(q=q_ptr, k=k_ptr, v=v_ptr, out=out_ptr, lse=lse_ptr, sinks=sinks_ptr, bad=bad_ptr,
@@ -195,7 +195,8 @@ if launch.available():
                                 factor=factor, aux=aux),
                         Config(KEEP=KEEP, SPANS=ROWS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION,
                                MASKED=MASKED, BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V,
-                               UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SAFE=SAFE, SINKS=SINKS, OUT_UNIT=OUT_UNIT),
+                               UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=REPAIR, SINKS=SINKS,
+                               OUT_UNIT=OUT_UNIT),
                     )  # fmt: skip
 
 
@@ -271,7 +272,7 @@ class TritonForward:
         """`launches` into given results; `pairs` are (hi, lo) copies of the operands, for kernels that take them so."""
         assert plan.tile is not None
         step = self.step("forward", plan, plan.tile, x, results)
-        return [step, step.careful(plan.device)] if self.marked(plan.problem) else [step]
+        return [step, step.repair(plan.device)] if self.marked(plan.problem) else [step]
 
     def step(
         self, name: str, plan: Plan, tile: Tile, x: Operands, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -305,7 +306,7 @@ class TritonForward:
         }  # fmt: skip
         if any(isinstance(value, torch.Tensor) for value in x.aux):
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
-        if not launch.again(changed, plan.cache, own=launch.own({"q": x.q, "k": x.k, "v": x.v}, pairs, "forward")):
+        if not launch.repeat(changed, plan.cache, own=launch.own({"q": x.q, "k": x.k, "v": x.v}, pairs, "forward")):
             launch.run(self.steps(plan, x, results, pairs), plan.cache)
         return results.out, lse
 

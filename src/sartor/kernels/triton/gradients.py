@@ -44,7 +44,7 @@ def score_tile(s, units, partial, at, n, c):
     if c.SCORE is not None:
         x = c.SCORE(s, b, h, query, key, n.aux)
     keep = (q < n.seqlen_q) & (kv < n.seqlen_kv)
-    if c.SAFE:
+    if c.REPAIR:
         if c.KEEP is not None:
             keep = keep & c.KEEP(b, h, query, key, n.aux)
         x = tl.where(keep, x, float("-inf"))
@@ -64,7 +64,7 @@ def score_tile(s, units, partial, at, n, c):
 def gradients_of(scores, dp, units, lse, delta, gain, at, n, c):
     """(weights, d score, d raw score, keep) of what `score_tile` found, to which lse, delta and gain are broadcastable.
 
-    `units` are those of the factors of dp. SAFE also takes NaN out of what the mask hides.
+    `units` are those of the factors of dp. REPAIR also takes NaN out of what the mask hides.
     """
     s, x, factor, keep = scores
     b, h, q, kv = at
@@ -81,7 +81,7 @@ def gradients_of(scores, dp, units, lse, delta, gain, at, n, c):
     draw = ds
     if c.DSCORE is not None:
         draw = ds * c.DSCORE(s, b, h, query, key, n.aux)
-    if c.SAFE:
+    if c.REPAIR:
         keep = tl.broadcast_to(keep, w.shape)
         w, ds, draw = tl.where(keep, w, 0.0), tl.where(keep, ds, 0.0), tl.where(keep, draw, 0.0)
     return w, ds, draw, keep

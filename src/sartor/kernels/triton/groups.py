@@ -69,7 +69,7 @@ class Config(NamedTuple):
     UNIT: Any  # elements that strides count
     BLOCK_M: Any
     BLOCK_N: Any
-    SAFE: Any  # whether what the mask hides is left out, NaN and all: the NaN repair
+    REPAIR: Any  # whether what the mask hides is left out, NaN and all: the NaN repair
     SINKS: Any = None
     OUT_UNIT: Any = None
     DSCORE: Any = None  # the score function's derivative, None where it is 1

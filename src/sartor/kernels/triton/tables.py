@@ -71,7 +71,7 @@ if launch.available():
                         factor=factor, aux=aux),
                 Config(KEEP=KEEP, SPANS=ROWS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION, MASKED=True,
                        BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V, UNIT=UNIT,
-                       BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SAFE=True, DSCORE=DSCORE, GAINS=GAINS),
+                       BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=True, DSCORE=DSCORE, GAINS=GAINS),
             )  # fmt: skip
             query, key = valid(q_rows, seqlen_q, BOUNDED)[:, None], valid(kv, seqlen_kv, BOUNDED)[None, :]
             change = tl.where(ds == 0.0, 0.0, ds * RISE(s * scale, b, h, query, key, aux))
@@ -105,7 +105,7 @@ def gradients(p: Problem, work: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
 
 def own(p: Problem, work: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """Arguments of single launches, for `launch.again`."""
+    """Arguments of single launches, for `launch.repeat`."""
     numbered = [(i, j) for i, _ in p.table_shapes for j in range(len(p.program.rises(i)))]
     return {f"dtable {i}.{j}": {"dtable_ptr": work[f"dtable {i}"]} for i, j in numbered}
 
