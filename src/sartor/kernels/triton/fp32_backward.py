@@ -63,7 +63,7 @@ class Fp32Backward(TritonBackward):
         assert tile is not None
         assert tile.then is not None
         sources = {"q": x.q, "k": x.k, "v": x.v, "dout": work["dout"]}
-        steps = [split.step(name, sources[name], pair, wide=True) for name, pair in pairs.items()]
+        steps = [split.step(name, sources[name], pair, strict=True) for name, pair in pairs.items()]
         steps.append(self._preprocess(p, saved, work))
         halves = replace(x, q=pairs["q"].data, k=pairs["k"].data, v=pairs["v"].data)
         plain = self._shared(plan, x, work["dout"], work) | exact(p)
