@@ -47,8 +47,8 @@ DEVICE void barrier_wait(u32 bar, u32 parity) {
       "@done bra DONE; bra WAIT; DONE:}" ::"r"(bar), "r"(parity) : "memory");
 }
 
-// A ring of stages in shared memory, each with a `full` and an `empty` barrier, 16 bytes a pair. One register counts two
-// turns of it: which stage, and the parity of the turn.
+// A ring of stages in shared memory, each with a `full` and an `empty` barrier, 16 bytes a pair. One register counts
+// through the ring twice: it says which stage, and the parity of the barriers' phase.
 template <int COUNT> struct Ring {
   u32 bars;
   int turn = 0;

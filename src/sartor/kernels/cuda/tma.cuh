@@ -1,4 +1,4 @@
-// The copy engine: tiles of a 4-d tensor (columns, rows, heads, batch) into swizzled shared memory, and back.
+// TMA, the copy engine: tiles of a 4-d tensor (columns, rows, heads, batch) into swizzled shared memory, and back.
 #pragma once
 #include "cuda/ptx.cuh"
 
@@ -7,7 +7,7 @@ struct TwoMaps { TensorMap at[2]; };  // of chunks, and of a narrower last one
 DEVICE const TensorMap* address(const TensorMap& map) { return &map; }
 DEVICE const TensorMap* address(const TwoMaps& maps) { return maps.at; }
 
-// What L2 is told of a tile: read once, or by many (as createpolicy encodes evict_first and evict_last)
+// L2 cache hints, as createpolicy encodes evict_first and evict_last: a tile is read once, or by many blocks
 constexpr u64 ONCE = 0x12f0000000000000, OFTEN = 0x14f0000000000000;
 
 DEVICE void tma_load(u32 to, const TensorMap* map, u32 bar, u64 keep, int column, int row, int head, int batch) {
@@ -20,7 +20,8 @@ DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row, int h
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];"
                ::"l"(map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
-// Of a thread's stores: they are all there; shared memory has been read; global memory has been written
+// A thread's bulk stores: commits them as a group; waits until shared memory has been read; until memory has been
+// written
 DEVICE void stores_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

@@ -1,4 +1,5 @@
-// Attention backward of float32 for Hopper (sm_90a), on pairs of float16 (triton/split.py): one text, two kernels.
+// Attention backward of float32 for Hopper (sm_90a), on hi/lo pairs of float16 (triton/split.py): one text, two
+// kernels.
 //
 // A block holds rows of two operands, X and Y, each of its GROUPS warpgroups 64 of them, and steps over tiles of 64 rows of
 // the other two, x and y. KEYS: it holds keys and values, steps over queries and dout, and computes dk and dv. Otherwise it
@@ -7,9 +8,9 @@
 //
 //     s = X x^T    w = exp2(s - lse)    dp = Y y^T    ds = w (dp - delta)    dy += w y (KEYS)    dx += ds x
 //
-// Three products take the place of one, the small ones first. Scores are short sums. dx and dy are not: what a tile adds
-// starts from zero and is added by an ordinary multiply-add, with the tile's unit (triton/products.py). Warpgroups share
-// tiles and nothing else: while one makes weights, the other multiplies.
+// Three products take the place of one, the small ones first. Scores are short sums, dx and dy long ones: what a tile
+// adds to these starts from zero and is added by an ordinary multiply-add, with the tile's unit (triton/products.py).
+// Warpgroups share tiles and nothing else: while one computes weights, the other multiplies.
 //
 // The config, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH, WIDTH_V
 // (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it take as many
@@ -24,7 +25,7 @@ using YTile = Pair<Staged<DIM_V, 64, WIDTH_V>>;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int SEGMENT = 128;  // rows that share a unit (triton/split.py)
 
-// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, of each stage what goes with its rows,
+// ---- layout of shared memory, as Config.laid_out has it: held tiles, stepped tiles, of each stage what goes with its rows,
 // intervals of the held rows (TOLD), barriers, room to begin on 1024
 constexpr int AT_HELD_Y = GROUPS * XTile::bytes, AT_X = AT_HELD_Y + GROUPS * YTile::bytes;
 constexpr int AT_Y = AT_X + STAGES_X * XTile::bytes, AT_ROWS = AT_Y + STAGES_Y * YTile::bytes;
@@ -61,7 +62,8 @@ DEVICE float unit_held(const Task& task, const float* units) {
   return units[(i64(task.batch) * task.heads_held() + task.head) * ceil_div(task.held(), SEGMENT) + task.first / SEGMENT];
 }
 
-DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread orders tiles
+// ---- producer: one warp loads tiles by TMA, one brings what goes with their rows
+DEVICE void load(u32 base, const Task& task) {  // its first thread starts the loads
   const Params& t = task.t;
   const bool lead = (threadIdx.x & 31) == 0;
   Rings rings(base);
@@ -84,7 +86,8 @@ DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread or
   });
 }
 
-// NaN where pairs do not resolve a row's scores (products.unresolved), whose largest is about lse: `least` is what they do
+// lse, or NaN where pairs do not resolve the row's scores (products.unresolved): the largest, about lse, is below
+// `least`
 DEVICE float resolved(float lse, float least) {
   return fabsf(lse) < (least > 1.f ? least : 0.f) ? __int_as_float(0x7fffffff) : lse;
 }
@@ -122,6 +125,7 @@ DEVICE void bring_rows(u32 base, const Task& task) {
   });
 }
 
+// ---- consumer warpgroup
 struct Consumer : Worker {
   const float noise;
   Rings rings;
@@ -195,7 +199,7 @@ struct Consumer : Worker {
     }
   }
 
-  // ---- of one tile: weights in place of scores
+  // ---- weights and dS
   DEVICE void weigh(float unit, const float (&lse)[2]) {
     const float by = factor * unit;
     const u32 at = rows_at() + 8 * (lane & 3);
@@ -210,7 +214,7 @@ struct Consumer : Worker {
         }
     }
   }
-  DEVICE void differentiate(float unit) {  // score gradients in place of dp
+  DEVICE void differentiate(float unit) {  // dS in place of dp
     const u32 at = rows_at() + DELTA + 8 * (lane & 3);
     UNROLL for (int i = 0; i < 8; i++) {
       float column[2];
@@ -223,6 +227,7 @@ struct Consumer : Worker {
     }
   }
 
+  // ---- mainloop
   DEVICE void step(int j, int g, bool partial) {
     const u32 x = AT_X + rings.x.stage() * XTile::bytes, y = AT_Y + rings.y.stage() * YTile::bytes;
     rings.x.await_full();
@@ -259,7 +264,8 @@ struct Consumer : Worker {
     done_x();
   }
 
-  // EXACT columns of this thread's two rows
+  // ---- epilogue
+  // Stores EXACT columns of this thread's two rows; `lost` where something is not finite
   template <int EXACT, int N> DEVICE void store(const float (&sum)[N], float* to, i64 by_row, float scale, bool& lost) const {
     UNROLL for (int r = 0; r < 2; r++) {
       const int at = first() + row + 8 * r;

@@ -1,12 +1,12 @@
-// Rows that came out non-finite, computed again with care: a masked key is not looked at, so its NaN reaches nothing,
-// while NaN and Inf that a row attends to do what they do in the definition. Plain float32 arithmetic. A warp does its own
-// rows again, after all its tiles: it mostly has nothing to do.
+// NaN repair: rows that came out not finite under a mask are computed again. Masked keys are not read, so that a NaN of
+// theirs reaches nothing; NaN and infinities that a row attends to do what they do in the definition. Plain float32
+// arithmetic. After all its query tiles a warp repairs its own rows, mostly none.
 #pragma once
 
 #if MASK
 
-// What a warp has to do again, 16 rows of a slice each: a chain through the workspace, each place of which holds the last
-// before it, plus 1
+// What a warp has marked, 16 rows of a slice each: a list linked through the workspace, where each mark's place holds
+// the mark before it, plus 1
 struct Marks {
   static constexpr int begin = 4;  // after the scheduler's counters
   int last = 0;

@@ -1,14 +1,14 @@
-// dk and dv of float16 and bfloat16 for Hopper (sm_90a), of head dims up to 256: four products. The gradients of scores
-// are left in memory, from which wide_dq.cuh makes dq: five products in all, and nothing is added by several blocks.
+// dk and dv of float16 and bfloat16 for Hopper (sm_90a), of head dims up to 256: four products. dS goes to memory, from
+// which wide_dq.cuh makes dq: five products in all, and no sum is added to by several blocks.
 //
-// A block has 64 keys of a head. One warpgroup has dv (64 keys by all columns), the other one dk. They step over tiles of
-// 64 queries:
+// A block has 64 keys of a head. One warpgroup sums up dv (64 keys by all columns), the other one dk. Their mainloop
+// visits tiles of 64 queries:
 //
 //     values: s = K Q^T     w = exp2(s - lse)    dv += w dO
 //     keys:   dp = V dO^T   ds = w (dp - delta)  dk += ds Q    ds to memory
 //
-// Weights go from one to the other through shared memory as threads have them. w and ds are A operands as they are. Up
-// to KEPT steps of 16 columns of K and of V are A operands in registers too: products then read less shared memory.
+// Weights go from the one to the other through shared memory, each thread's to the same thread. w and ds are A operands
+// as they are in registers. So are up to KEPT times 16 columns of K and of V: products then read less shared memory.
 //
 // The config, in macros: DIM, DIM_V (multiples of 16), COLUMNS_QK, COLUMNS (in memory, of q and of v), WIDTH, WIDTH_V
 // (of swizzled chunks), STAGES_Q, STAGES_O, KEPT, MASK (0 none, 1 an interval a row), BF16; what cuda/backward.cuh
@@ -72,7 +72,8 @@ DEVICE int in_piece(const Task& task, const Piece& piece, int g) {  // head of q
   return (task.batch * task.n.heads_kv + task.head - piece.first_head) * task.n.group + g;
 }
 
-// Calls `visit(g, j)` for each tile j of queries of the g-th head that shares the keys
+// ---- producer: two warps load tiles, two bring lse and delta
+// Calls `visit(g, j)` for each query tile j of the g-th head that shares the keys
 template <class Visit> DEVICE void over_tiles(const Task& task, Visit visit) {
 #pragma unroll 1
   for (int g = 0; g < task.rounds(); g++) {
@@ -99,7 +100,7 @@ template <bool SECOND> DEVICE void load(u32 base, const Task& task) {  // one wa
   });
 }
 
-// A warp brings a number for each query of a tile, times `scale`, less `less`; `past` for those past the end: with
+// A warp brings a number for each query of a tile, times `scale`, minus `less`; `past` for those past the end: with
 // lse = +inf their weights are 0
 template <bool SECOND>
 DEVICE void bring_rows(u32 base, const Task& task, const float* from, float scale, float less, float past) {
@@ -122,8 +123,8 @@ DEVICE void bring_rows(u32 base, const Task& task, const float* from, float scal
   });
 }
 
-// What a launch of dq is told under a mask: of each head and tile of keys the tiles of queries that were written; and a
-// tile of zeros in the place of others
+// Under a mask, what the launch of dq reads: of each head and key tile, for which query tiles dS was written; and a
+// tile of zeros, which stands for the others
 DEVICE void tell(const Task& task, const Piece& piece) {
   const int lane = threadIdx.x & 31;
   if (blockIdx.x == 0)
@@ -138,6 +139,7 @@ DEVICE void tell(const Task& task, const Piece& piece) {
   }
 }
 
+// ---- consumer warpgroup: the first one has dv, the SECOND dk
 template <bool SECOND> struct Consumer : Worker {
   using Held = Either<SECOND, OfValues, OfKeys>;   // and what is stepped over with it: for scores or dp
   using Other = Either<SECOND, OfKeys, OfValues>;  // for the gradient
@@ -164,6 +166,7 @@ template <bool SECOND> struct Consumer : Worker {
     ring.next();
   }
 
+  // ---- products
   DEVICE void keep_columns() {
     UNROLL for (int k = 0; k < REGISTERED; k++)
       load_matrix(*reinterpret_cast<u32(*)[4]>(kept + 4 * k),
@@ -192,6 +195,7 @@ template <bool SECOND> struct Consumer : Worker {
     wgmma_commit();
   }
 
+  // ---- weights and dS
   DEVICE void weigh(int j, int g, bool partial) {  // weights in place of scores, 1 at most before they are lifted
     const u32 at = rows_at();
     UNROLL for (int i = 0; i < 8; i++) {
@@ -215,7 +219,7 @@ template <bool SECOND> struct Consumer : Worker {
     if (lane == 0) barrier_arrive(w.full());
     w.next();
   }
-  DEVICE void differentiate() {  // score gradients in place of dp
+  DEVICE void differentiate() {  // dS in place of dp
     w.await_full();
     const u32 from = weights_at(), at = rows_at();
     UNROLL for (int k = 0; k < 4; k++) {
@@ -234,7 +238,7 @@ template <bool SECOND> struct Consumer : Worker {
     }
     done(w);
   }
-  DEVICE void leave(u8* tile) {  // score gradients in memory
+  DEVICE void leave(u8* tile) {  // dS goes to memory
     if (lane == 0) await_stores_read();
     __syncwarp();
     const u32 at = base + AT_DS;
@@ -247,6 +251,7 @@ template <bool SECOND> struct Consumer : Worker {
     if (lane == 0) bulk_store(tile + 2048 * warp, at + 2048 * warp, 2048), stores_end();
   }
 
+  // ---- mainloop
   DEVICE void step(int j, int g, bool partial, u8* tile) {
     x.await_full();
     multiply_rows();
@@ -285,6 +290,7 @@ template <bool SECOND> struct Consumer : Worker {
     finish();
     if (SECOND && lane == 0) await_stores();
   }
+  // ---- epilogue
   DEVICE void finish() {
     const Params& t = task.t;
     const int own = first() + row, end = task.held();

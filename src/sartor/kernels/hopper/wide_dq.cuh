@@ -1,7 +1,8 @@
-// dq = dS K for Hopper (sm_90a), from the gradients of scores that wide_backward.cuh left in memory: one product.
+// dq = dS K for Hopper (sm_90a), from dS as wide_backward.cuh left it in memory: one product.
 //
-// A block has two tiles of 64 queries, one a warpgroup, of a head, and steps over tiles of 64 keys. Those of a launch may
-// be a part of all keys: sums then go from launch to launch in float32, as threads have them.
+// A block has two tiles of 64 queries of a head, one for each consumer warpgroup, and its mainloop visits tiles of 64
+// keys. Where a launch has some of the keys only, sums go from launch to launch in float32 (`carry`), as threads hold
+// them.
 //
 // The config, in macros: DIM (a multiple of 16), COLUMNS (in memory), WIDTH (of a swizzled chunk), STAGES, MASK (0 none,
 // 1 an interval a row), BF16.
@@ -26,7 +27,7 @@ struct Rings {
   }
 };
 
-// What a block does
+// ---- what a block does: two query tiles of a head, and the key tiles that they see
 struct Two {
   const Params& t;
   const Shape& n;
@@ -60,7 +61,8 @@ struct Two {
   }
 };
 
-DEVICE void load(u32 base, const Two& pair) {  // one warp; its first thread orders copies
+// ---- producer: one warp, whose first thread starts copies of dS and TMA loads of keys
+DEVICE void load(u32 base, const Two& pair) {
   const Params& t = pair.t;
   const int lane = threadIdx.x & 31, head = pair.head / pair.n.group;
   const Piece& piece = pair.piece;
@@ -90,6 +92,7 @@ DEVICE void load(u32 base, const Two& pair) {  // one warp; its first thread ord
   }
 }
 
+// ---- consumer warpgroup: sums from the launch before, mainloop, epilogue
 DEVICE void multiply(u32 base, const Two& pair, int group) {
   const Params& t = pair.t;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, tile = pair.tile(group);
