@@ -55,7 +55,7 @@ def test_documents(dim, keys):
     (found,) = binary.resources.values()
     assert found.spill_bytes <= (MOST_SPILLS if keys else 0)
     assert "C75" not in binary.log
-    assert config.near_spans == (dim == 64)
+    assert config.shared_spans == (dim == 64)
 
 
 def test_three_products_in_float16():

@@ -17,7 +17,7 @@
 //   RAGGED          the last key tile is not full
 //   BALANCED        query tiles are claimed from a counter, the longest first; otherwise every gridDim.x-th is a block's
 //   LATE_ROUNDS     of all blocks, the last ones: in them a query tile is claimed as late as can be
-//   PARTS           the last wave of query tiles is split among more blocks: see `share`
+//   LAST_WAVE           the last wave of query tiles is split among more blocks: see `share`
 //   SPLIT           KV splits: a block sees some of the keys, and merge.cuh merges the results
 //   PING_PONG       one warpgroup multiplies while another one computes its softmax
 #pragma once
@@ -27,11 +27,11 @@
 
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
-constexpr bool SKIPS = GROUPS > 1 && (MASK || PARTS);  // whether warpgroups pass over key tiles that only others see
+constexpr bool SKIPS = GROUPS > 1 && (MASK || LAST_WAVE);  // whether warpgroups pass over key tiles that only others see
 using Half = Half16<BF16>;
-using Part = Slice<ROWS>;
-using Job = Work<GROUPS, MASK == 2>;
-constexpr int TELLERS = MASK == 2 ? 32 : 1;  // lanes of a warp that arrive for it at a work tile's barriers
+using Slice = SliceOf<ROWS>;
+using Job = WorkTile<GROUPS, MASK == 2>;
+constexpr int WORK_TILE_LANES = MASK == 2 ? 32 : 1;  // lanes of a warp that arrive for it at a work tile's barriers
 
 // ---- layout of shared memory, as Config.laid_out has it: tiles, pairs of barriers (full, empty), work tiles, near
 // values
@@ -55,27 +55,27 @@ struct Rings {
   static DEVICE void init(u32 base) {  // by one thread
     Rings rings(base, 0);
     rings.k.init(4 * GROUPS), rings.v.init(4 * GROUPS);
-    rings.jobs.init(4 * TELLERS * GROUPS, TELLERS);
+    rings.jobs.init(4 * WORK_TILE_LANES * GROUPS, WORK_TILE_LANES);
     rings.next.init(1);
     for (int g = 0; g < GROUPS; g++) Rings(base, g).q.init(4);
     barrier_publish();
   }
 };
 
-// ---- KV splits: with SPLIT there are n.parts of them, of n.width key tiles each. A split counts as a batch item of
+// ---- KV splits: with SPLIT there are n.splits of them, of n.width key tiles each. A split counts as a batch item of
 // its own: so do its query tiles, and its results, in float32.
-DEVICE int batch_of(int item, const Shape& n) { return SPLIT ? item / n.parts : item; }
-DEVICE int first_key(int item, const Shape& n) { return SPLIT ? item % n.parts * n.width * BLOCK_N : 0; }
+DEVICE int batch_of(int item, const Shape& n) { return SPLIT ? item / n.splits : item; }
+DEVICE int first_key(int item, const Shape& n) { return SPLIT ? item % n.splits * n.width * BLOCK_N : 0; }
 DEVICE int end_of_keys(int item, const Shape& n) {
   return SPLIT ? imin(first_key(item, n) + n.width * BLOCK_N, n.seqlen_kv) : n.seqlen_kv;
 }
 
 // Slice `i` of a query tile; past the end where the tile has fewer. With BALANCED a head's first tile is the one that
 // is not full, since its last one may take the longest.
-DEVICE Part slice(int tile, int i, const Shape& n) {
-  const int index = tile * GROUPS + i, missing = BALANCED ? n.tiles_head * GROUPS - Part::count(n) : 0;
+DEVICE Slice slice_of(int tile, int i, const Shape& n) {
+  const int index = tile * GROUPS + i, missing = BALANCED ? n.tiles_head * GROUPS - Slice::count(n) : 0;
   if (index < missing) return {n.seqlen_q, 0};
-  return Part::number(index - missing, n);
+  return Slice::number(index - missing, n);
 }
 
 // ---- tile scheduler: one warp, which finds the next query tile and the key tiles that its rows see, and writes the
@@ -86,15 +86,15 @@ DEVICE void describe(const Share& at, bool late, u32 slot, const Shape& n, const
   int lo = MASK ? n.seqlen_kv : 0, hi = MASK ? 0 : n.seqlen_kv;
 #pragma unroll 1
   for (int g = 0; g < GROUPS; g++) {
-    Part part = slice(at.tile, at.first + g, n);
-    if (PARTS && g >= imin(at.count, GROUPS - at.first)) part.first_query = n.seqlen_q;  // past the end: another block's
-    const bool all = !MASK && !(PARTS && part.first_query >= n.seqlen_q);
+    Slice slice = slice_of(at.tile, at.first + g, n);
+    if (LAST_WAVE && g >= imin(at.count, GROUPS - at.first)) slice.first_query = n.seqlen_q;  // past the end: another block's
+    const bool all = !MASK && !(LAST_WAVE && slice.first_query >= n.seqlen_q);
     int full_lo = 0, full_hi = n.seqlen_kv, own_lo = MASK ? n.seqlen_kv : 0, own_hi = all ? n.seqlen_kv : 0;
 #if MASK
 #pragma unroll (MASK == 2 ? 1 : 2)  // two rows at once, of any mask, take more registers than the 32 it may have
-    for (int r = 0; r < (part.first_query < n.seqlen_q ? 2 : 0); r++) {  // rows past the end count as the last
+    for (int r = 0; r < (slice.first_query < n.seqlen_q ? 2 : 0); r++) {  // rows past the end count as the last
       const int row = (threadIdx.x & 31) + 32 * r;
-      const int head = imin(part.head(row), n.group - 1), query = imin(part.query(row), n.seqlen_q - 1);
+      const int head = imin(slice.head(row), n.group - 1), query = imin(slice.query(row), n.seqlen_q - 1);
       const Span s = rows(batch_of(at.batch, n), at.head * n.group + head, query, x, n);
       if (MASK == 2) {
         const bool whole = s.lo == s.full_lo && s.hi == s.full_hi;  // whether the row attends to all of it
@@ -108,7 +108,7 @@ DEVICE void describe(const Share& at, bool late, u32 slot, const Shape& n, const
     lo = imin(lo, own_lo), hi = imax(hi, own_hi);
 #endif
     if (lead) {
-      shared_store(slot + Job::first_query(g), part.first_query), shared_store(slot + Job::first_head(g), part.first_head);
+      shared_store(slot + Job::first_query(g), slice.first_query), shared_store(slot + Job::first_head(g), slice.first_head);
       shared_store(slot + Job::full_begin(g), ceil_div(full_lo, BLOCK_N));
       shared_store(slot + Job::full_end(g), imax(full_hi, 0) / BLOCK_N);
       shared_store(slot + Job::own_begin(g), imax(own_lo, 0) / BLOCK_N);
@@ -121,12 +121,12 @@ DEVICE void describe(const Share& at, bool late, u32 slot, const Shape& n, const
   if (lead) {
     shared_store(slot + Job::batch, at.batch), shared_store(slot + Job::head, at.head);
     shared_store(slot + Job::begin, begin), shared_store(slot + Job::end, end);
-    shared_store(slot + Job::tell, late ? imin(begin + 2, end - 1) : end - 1);
+    shared_store(slot + Job::claim_at, late ? imin(begin + 2, end - 1) : end - 1);
   }
 }
 
-struct Silent { DEVICE void operator()(const Place&) const {} };
-template <class Tell = Silent> DEVICE void schedule(u32 base, const Params& t, const Shape& n, const Aux& x, Tell tell = {}) {
+struct NoPrefetch { DEVICE void operator()(const Place&) const {} };
+template <class Prefetch = NoPrefetch> DEVICE void schedule(u32 base, const Params& t, const Shape& n, const Aux& x, Prefetch prefetch = {}) {
   Rings rings(base, 0);
   const int lane = threadIdx.x & 31;
   const bool lead = lane == 0;
@@ -139,18 +139,18 @@ template <class Tell = Silent> DEVICE void schedule(u32 base, const Params& t, c
     if (!first) next = (BALANCED ? lead ? atomicAdd(t.work, 1) : 0 : number) + opaque(gridDim.x);
     number = __shfl_sync(ALL, next, 0);
     if (number >= n.tiles) break;
-    Share at = share<GROUPS, BALANCED, PARTS>(SPLIT ? number / n.parts : number, n);
-    if (SPLIT) at.batch = at.batch * n.parts + number % n.parts;
+    Share at = share<GROUPS, BALANCED, LAST_WAVE>(SPLIT ? number / n.splits : number, n);
+    if (SPLIT) at.batch = at.batch * n.splits + number % n.splits;
     const bool late = BALANCED && number + LATE_ROUNDS * int(opaque(gridDim.x)) >= n.tiles;
     describe(at, late, base + AT_JOBS + rings.jobs.stage() * Job::bytes, n, x);
     __syncwarp();
-    if (lane < TELLERS) barrier_arrive(rings.jobs.full());
-    tell(at);
+    if (lane < WORK_TILE_LANES) barrier_arrive(rings.jobs.full());
+    prefetch(at);
     rings.jobs.next();
   }
   if (lead) shared_store(base + AT_JOBS + rings.jobs.stage() * Job::bytes, -1);
   __syncwarp();
-  if (lane < TELLERS) barrier_arrive(rings.jobs.full());
+  if (lane < WORK_TILE_LANES) barrier_arrive(rings.jobs.full());
   if (BALANCED && lead && atomicAdd(t.work + 1, 1) == int(gridDim.x) - 1) t.work[0] = t.work[1] = 0;  // for the next launch
 }
 
@@ -162,7 +162,7 @@ DEVICE void load(u32 base, const Params& t, const Shape& n, Await await) {
   Rings rings(base, 0);
   auto load_values = [&](int j, int head, int batch) {
     rings.v.await_empty();
-    VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, address(t.v_map), rings.v.full(), OFTEN, j * BLOCK_N, head, batch);
+    VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, address(t.v_map), rings.v.full(), EVICT_LAST, j * BLOCK_N, head, batch);
     rings.v.next();
   };
 #pragma unroll 1
@@ -171,15 +171,15 @@ DEVICE void load(u32 base, const Params& t, const Shape& n, Await await) {
     const u32 slot = base + AT_JOBS + rings.jobs.stage() * Job::bytes;
     const int item = shared_load(slot + Job::batch), head = shared_load(slot + Job::head), batch = batch_of(item, n);
     const int begin = shared_load(slot + Job::begin), last = shared_load(slot + Job::end) - 1;
-    const int tell = shared_load(slot + Job::tell);
+    const int claim_at = shared_load(slot + Job::claim_at);
     if (item < 0) return;
 #pragma unroll 1
     for (int j = last, g = QUERIES ? 0 : GROUPS; j >= begin; j--) {
       rings.k.await_empty();
       await(rings.k.stage(), j, head, batch);
-      KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, address(t.k_map), rings.k.full(), OFTEN, j * BLOCK_N, head, batch);
+      KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, address(t.k_map), rings.k.full(), EVICT_LAST, j * BLOCK_N, head, batch);
       rings.k.next();
-      if (j == tell) barrier_arrive(rings.next.full());
+      if (j == claim_at) barrier_arrive(rings.next.full());
 #pragma unroll 1
       for (; g < GROUPS; g++) {  // queries come after the first keys, whose place is free sooner
         const u32 skip = 16 * Q_BUFFERS * g;  // the rings of all groups are at the same stage
@@ -187,7 +187,7 @@ DEVICE void load(u32 base, const Params& t, const Shape& n, Await await) {
         const u32 to = base + (g * Q_BUFFERS + rings.q.stage()) * QTile::bytes;
         const int query = shared_load(slot + Job::first_query(g)), first_head = shared_load(slot + Job::first_head(g));
         if constexpr (QUERIES)
-          QTile::load(to, address(t.q_map), rings.q.full() + skip, ONCE, query, head * n.group + first_head, batch);
+          QTile::load(to, address(t.q_map), rings.q.full() + skip, EVICT_FIRST, query, head * n.group + first_head, batch);
       }
       if (!LATE || j < last) load_values(j + LATE, head, batch);
     }
@@ -210,7 +210,7 @@ struct Worker {
   Rings rings;
   int batch = -1, head, j, begin, full_begin, full_end;  // this query tile
   int skipped, below;  // of its key tiles, after and before those that this warpgroup sees
-  Part part;
+  Slice slice;
 
   DEVICE Worker(const Params& t, const Shape& n, const Aux& x, u32 base, int group)
       : t(t), n(n), x(x), base(base), group(group), warp(threadIdx.x >> 5 & 3), lane(threadIdx.x & 31),
@@ -223,7 +223,7 @@ struct Worker {
   DEVICE u32 job() const { return base + AT_JOBS + rings.jobs.stage() * Job::bytes; }
   DEVICE void done_job() {
     __syncwarp();
-    if (lane < TELLERS) barrier_arrive(rings.jobs.empty());
+    if (lane < WORK_TILE_LANES) barrier_arrive(rings.jobs.empty());
     rings.jobs.next();
   }
   DEVICE bool next_job() {
@@ -234,7 +234,7 @@ struct Worker {
     const int first = read(Job::batch);
     if (first < 0) return false;
     batch = batch_of(first, n), head = read(Job::head);
-    part = {read(Job::first_query(group)), read(Job::first_head(group))};
+    slice = {read(Job::first_query(group)), read(Job::first_head(group))};
     begin = read(Job::begin), j = read(Job::end) - 1;
     skipped = SKIPS ? imin(j - begin, imax(j + 1 - read(Job::own_end(group)), 0)) : 0;
     below = SKIPS && LEAVES ? imin(j - skipped - begin, imax(read(Job::own_begin(group)) - begin, 0)) : 0;
@@ -271,12 +271,12 @@ struct Worker {
 
   // ---- near values: what masks and scores read for every pair, copied for the next key tile during this one
   DEVICE u32 near() const { return base + AT_NEAR + (4 * group + warp) * NEAR_BYTES; }
-  DEVICE int query_head(int row) const { return head * n.group + imin(part.head(row), n.group - 1); }
+  DEVICE int query_head(int row) const { return head * n.group + imin(slice.head(row), n.group - 1); }
   DEVICE void bring_near(int tile) const {
     if (NEAR_BYTES == 0 || tile < begin) return;
     const int own = warp * 16 + (lane >> 1);
     __syncwarp();
-    bring(near(), batch, query_head(own), part.query(own), tile * BLOCK_N, x, n);
+    bring(near(), batch, query_head(own), slice.query(own), tile * BLOCK_N, x, n);
   }
 
   // ---- scores: the score function and the mask
@@ -311,16 +311,16 @@ struct Worker {
   // Scores as the softmax takes them: scaled and changed by the score function, -inf where masked; and where this tile has a
   // mask, the ends of what this thread's rows see
   DEVICE int2 prepare(float (&s)[BLOCK_N / 2], float scale) const {
-    change(s, scale);
+    apply_score(s, scale);
     return mask(s);
   }
   DEVICE bool masked() const { return (MASK || RAGGED) && (j >= full_end || (LOWER && j < full_begin)); }  // this key tile
 
-  DEVICE void change(float (&s)[BLOCK_N / 2], float scale) const {
+  DEVICE void apply_score(float (&s)[BLOCK_N / 2], float scale) const {
     if (NEAR_BYTES) await_copies(), __syncwarp();
 #if SCORE
     const int first = j * BLOCK_N + 2 * (lane & 3);
-    const int query[2] = {part.query(row), part.query(row + 8)};
+    const int query[2] = {slice.query(row), slice.query(row + 8)};
     const int heads[2] = {query_head(row), query_head(row + 8)};
     UNROLL for (int i = 0; i < BLOCK_N / 4; i++) {
       const int r = i % 2;
@@ -340,7 +340,7 @@ struct Worker {
     if (!masked()) return make_int2(0, 0);
     const int first = j * BLOCK_N + 2 * (lane & 3);
 #if MASK
-    const int query[2] = {part.query(row), part.query(row + 8)};
+    const int query[2] = {slice.query(row), slice.query(row + 8)};
     const int heads[2] = {query_head(row), query_head(row + 8)};
 #endif
     int lo[2] = {0, 0}, hi[2] = {n.seqlen_kv, n.seqlen_kv};
@@ -371,16 +371,16 @@ struct Worker {
   };
   DEVICE Finished finished() const {
     Finished f;
-    const int item = SPLIT ? batch * n.parts + begin / n.width : batch;
+    const int item = SPLIT ? batch * n.splits + begin / n.width : batch;
     UNROLL for (int r = 0; r < 2; r++) {
-      const int query = part.query(row + 8 * r), in_batch = head * n.group + part.head(row + 8 * r);
+      const int query = slice.query(row + 8 * r), in_batch = head * n.group + slice.head(row + 8 * r);
       const int flat = item * n.heads_kv * n.group + in_batch;
-      f.real[r] = part.real(row + 8 * r, n);
+      f.real[r] = slice.real(row + 8 * r, n);
       f.lse_place[r] = i64(flat) * n.seqlen_q + query;
       if (r == 0) {
-        const int first = flat - part.head(row) + part.first_head;
+        const int first = flat - slice.head(row) + slice.first_head;
         f.place = item * t.out_batch + in_batch * t.out_head + query * t.out_row;
-        f.mark = (first + 1) * ceil_div(n.seqlen_q, 64) - 1 - part.first_query / 64;
+        f.mark = (first + 1) * ceil_div(n.seqlen_q, 64) - 1 - slice.first_query / 64;
       }
       f.sink[r] = SINKS && f.real[r] ? t.sinks[in_batch] : -INF;
     }
@@ -415,7 +415,7 @@ struct Worker {
     UNROLL for (int i = 0; i < WHOLE; i++) {
       u32 a[4];
       UNROLL for (int b = 0; b < 4; b++) a[b] = Half::pack(o[16 * i + 4 * b + 2 * r], o[16 * i + 4 * b + 2 * r + 1]);
-      turn(a, quarter);
+      transpose_words(a, quarter);
       if (f.real[r]) *reinterpret_cast<uint4*>(to + 32 * i + 8 * quarter) = make_uint4(a[0], a[1], a[2], a[3]);
     }
     UNROLL for (int i = 4 * WHOLE; i < ceil_div(COLUMNS, 8); i++) {

@@ -18,7 +18,7 @@ DEVICE bool store_rows(const float (&sum)[N], u16* to, i64 by_row, float scale, 
         words[b] = Half::pack(sum[from] * scale, sum[from + 1] * scale);
         test = Half::add_zero_times(test, words[b]);
       }
-      turn(words, threadIdx.x & 3);
+      transpose_words(words, threadIdx.x & 3);
       const int column = 8 * (i + (threadIdx.x & 3));
       if (at < end && column < COUNT)
         *reinterpret_cast<uint4*>(place + column) = make_uint4(words[0], words[1], words[2], words[3]);

@@ -37,7 +37,7 @@ struct Team {
     group_sync(id, 64);
     return fmaxf(__int_as_float(shared_load(room)), __int_as_float(shared_load(room + 4)));
   }
-  DEVICE int tell(int x) const {  // what the first thread has
+  DEVICE int broadcast(int x) const {  // what the first thread has
     if (thread == 0) shared_store(room + 8, x);
     group_sync(id, 64);
     return shared_load(room + 8);

@@ -8,7 +8,7 @@ DEVICE const TensorMap* address(const TensorMap& map) { return &map; }
 DEVICE const TensorMap* address(const TwoMaps& maps) { return maps.at; }
 
 // L2 cache hints, as createpolicy encodes evict_first and evict_last: a tile is read once, or by many blocks
-constexpr u64 ONCE = 0x12f0000000000000, OFTEN = 0x14f0000000000000;
+constexpr u64 EVICT_FIRST = 0x12f0000000000000, EVICT_LAST = 0x14f0000000000000;
 
 DEVICE void tma_load(u32 to, const TensorMap* map, u32 bar, u64 keep, int column, int row, int head, int batch) {
   asm volatile(
@@ -47,8 +47,8 @@ template <int COLUMNS, int ROWS, int WIDTH, int LAST = 0> struct Staged {
   static DEVICE constexpr int chunk(int k) { return LAST && k >= wide ? wide_bytes : k / per_chunk * chunk_bytes; }
   static DEVICE int swizzled(int row, int k, int half) {
     if (LAST && k >= wide) return Last::swizzled(row, k - wide, half);
-    const int turn = WIDTH == 64 ? row & 7 : WIDTH == 32 ? (row >> 1) & 3 : (row >> 2) & 1;
-    return row * row_bytes + (((k % per_chunk * 2 + half) ^ turn) << 4);
+    const int phase = WIDTH == 64 ? row & 7 : WIDTH == 32 ? (row >> 1) & 3 : (row >> 2) & 1;
+    return row * row_bytes + (((k % per_chunk * 2 + half) ^ phase) << 4);
   }
 };
 

@@ -24,14 +24,14 @@ template <class Tile> DEVICE constexpr u32 step_k(int k) {
   constexpr int per_chunk = Tile::row_bytes / 32;
   return (k / per_chunk * Tile::chunk_bytes + k % per_chunk * 32) >> 4;
 }
-template <class Tile> DEVICE u64 sixteen(u32 low, int k) {  // the k-th sixteen columns as an operand
+template <class Tile> DEVICE u64 operand(u32 low, int k) {  // the k-th sixteen columns as an operand
   if (k < Tile::wide) return descriptor<Tile>(low + step_k<Tile>(k));
   return descriptor<typename Tile::Last>(low + (Tile::wide_bytes >> 4) + step_k<typename Tile::Last>(k - Tile::wide));
 }
 
 // Four neighbouring threads transpose 4x4 words; this one is number `quarter`. What they have of a row, pairs of
 // columns eight apart, becomes 16 bytes each
-DEVICE void turn(u32 (&a)[4], int quarter) {
+DEVICE void transpose_words(u32 (&a)[4], int quarter) {
   u32 y = quarter & 1 ? a[0] : a[1], z = quarter & 1 ? a[2] : a[3];
   y = __shfl_xor_sync(ALL, y, 1), z = __shfl_xor_sync(ALL, z, 1);
   if (quarter & 1) a[0] = y, a[2] = z; else a[1] = y, a[3] = z;

@@ -168,7 +168,7 @@ def mask(p: Problem) -> int:
     return 0 if p.program.keep is None else 1 if p.program.is_interval_both_ways else 2
 
 
-def told(p: Problem, keys: bool) -> bool:
+def from_tables(p: Problem, keys: bool) -> bool:
     """Whether tables tell the intervals of held rows, to all heads alike."""
     return p.program.tells(p.program.cols if keys else p.program.rows)
 
@@ -263,12 +263,14 @@ class Config:
     @property
     def stages(self) -> int:
         """Pairs of tiles stepped over that shared memory has room for."""
-        return max((n for n in (1, 2, 3, 4) if self.laid_out(n, self.near_spans).size <= arch.SHARED_BYTES), default=0)
+        return max(
+            (n for n in (1, 2, 3, 4) if self.laid_out(n, self.shared_spans).size <= arch.SHARED_BYTES), default=0
+        )
 
     @property
     def ordered(self) -> bool:
         """Whether a table says which block begins when."""
-        return told(self.p, self.keys)
+        return from_tables(self.p, self.keys)
 
     @property
     def persistent(self) -> bool:
@@ -276,14 +278,14 @@ class Config:
         return self.fused and self.ordered
 
     @property
-    def near_spans(self) -> bool:
+    def shared_spans(self) -> bool:
         """Whether intervals of held rows, which tables tell, are in shared memory: where it leaves two stages."""
-        return told(self.p, self.keys) and self.laid_out(2, True).size <= arch.SHARED_BYTES
+        return from_tables(self.p, self.keys) and self.laid_out(2, True).size <= arch.SHARED_BYTES
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
-        return self.laid_out(self.stages, self.near_spans).size
+        return self.laid_out(self.stages, self.shared_spans).size
 
     def laid_out(self, stages: int, spans: bool) -> Layout:
         """Shared memory with so many stages: held tiles, stepped tiles, dS of two, what goes with rows, intervals
@@ -308,9 +310,9 @@ class Config:
             "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages, "APART": int(self.apart),
             "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
             "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
-            "MASK": mask(p), "TOLD": int(self.near_spans), "ORDERED": int(self.ordered),
+            "MASK": mask(p), "SHARED_SPANS": int(self.shared_spans), "ORDERED": int(self.ordered),
             "PERSISTENT": int(self.persistent),
-        } | self.laid_out(self.stages, self.near_spans).defines()  # fmt: skip
+        } | self.laid_out(self.stages, self.shared_spans).defines()  # fmt: skip
 
     @property
     def blocks(self) -> int:

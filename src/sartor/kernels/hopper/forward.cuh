@@ -74,14 +74,14 @@ struct Consumer : Worker {
   DEVICE void multiply_qk() {  // s = Q K^T
     const u32 keys = along_k(base + AT_K) + rings.k.stage() * (KTile::bytes >> 4);
     UNROLL for (int k = 0; k < STEPS; k++) {
-      const u64 b = sixteen<KTile>(keys, k);
+      const u64 b = operand<KTile>(keys, k);
 #if HELD
       if (k < HELD) {
         k ? Wgmma<BLOCK_N>::rs<false, false>(s, q + 4 * k, b) : Wgmma<BLOCK_N>::rs<true, false>(s, q, b);
         continue;
       }
 #endif
-      const u64 a = sixteen<QTile>(along_k(q_tile()), k);
+      const u64 a = operand<QTile>(along_k(q_tile()), k);
       k ? Wgmma<BLOCK_N>::ss<false>(s, a, b) : Wgmma<BLOCK_N>::ss<true>(s, a, b);
     }
     wgmma_commit();
@@ -134,7 +134,7 @@ struct Consumer : Worker {
       const int2 ends = prepare(s, scale);
       late = softmax.late(ends.x > j * BLOCK_N, ends.y > j * BLOCK_N);
     } else {
-      change(s, scale);
+      apply_score(s, scale);
     }
     guess = softmax.template speculate<MASKED>(s, factor, late);
     const bool wrong = group_any(1 + group, softmax.wrong(guess, 0) || softmax.wrong(guess, 1));
@@ -203,9 +203,9 @@ struct Consumer : Worker {
     }
   }
 
-  struct Done : Finished { int row, head, batch; };  // and the corner of this warp's part of the output
+  struct Done : Finished { int row, head, batch; };  // and the corner of this warp's slice of the output
   DEVICE Done done() const {
-    return {finished(), part.first_query + 16 * warp, head * n.group + part.first_head, batch};
+    return {finished(), slice.first_query + 16 * warp, head * n.group + slice.first_head, batch};
   }
   DEVICE void scale_output(const Done& f) {
     UNROLL for (int r = 0; r < 2; r++)
@@ -343,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_forward(HOPPER_F
   // rounding changes nothing, but a base that the compiler knows costs it registers
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const Params t = PARAMS;
-  const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section, whole, parts, width};
+  const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section, whole, splits, width};
   const Aux x{AUX_VALUES};
   if (threadIdx.x == 0) Rings::init(base);
   __syncthreads();

@@ -12,10 +12,10 @@
 // adds to these starts from zero and is added by an ordinary multiply-add, with the tile's unit (triton/products.py).
 // Warpgroups share tiles and nothing else: while one computes weights, the other multiplies.
 //
-// The config, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH, WIDTH_V
-// (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it take as many
-// registers as the result), STAGES_X, STAGES_Y, MASK, TOLD, ORDERED, PERSISTENT (cuda/backward.cuh), SINKS, REGAINED (what dp is
-// multiplied with, for what was cut off it: triton/split.py).
+// The config, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH,
+// WIDTH_V (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it
+// take as many registers as the result), STAGES_X, STAGES_Y, MASK, SHARED_SPANS, ORDERED, PERSISTENT
+// (cuda/backward.cuh), SINKS, REGAINED (what dp is multiplied with, for what was cut off it: triton/split.py).
 #pragma once
 #include "cuda/split.cuh"
 #include "cuda/wgmma.cuh"
@@ -25,13 +25,13 @@ using YTile = Pair<Staged<DIM_V, 64, WIDTH_V>>;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int SEGMENT = 128;  // rows that share a unit (triton/split.py)
 
-// ---- layout of shared memory, as Config.laid_out has it: held tiles, stepped tiles, of each stage what goes with its rows,
-// intervals of the held rows (TOLD), barriers, room to begin on 1024
+// ---- layout of shared memory, as Config.laid_out has it: held tiles, stepped tiles, of each stage what goes with its
+// rows, intervals of the held rows (SHARED_SPANS), barriers, room to begin on 1024
 constexpr int AT_HELD_Y = GROUPS * XTile::bytes, AT_X = AT_HELD_Y + GROUPS * YTile::bytes;
 constexpr int AT_Y = AT_X + STAGES_X * XTile::bytes, AT_ROWS = AT_Y + STAGES_Y * YTile::bytes;
 constexpr int DELTA = 256, GAIN = 512, UNITS = KEYS ? 768 : 0, ROWS_BYTES = UNITS + 16;  // bytes from a stage's lse
-constexpr int AT_BARRIERS = AT_ROWS + STAGES_X * ROWS_BYTES + TOLD * 16 * 64 * GROUPS;
-#if TOLD
+constexpr int AT_BARRIERS = AT_ROWS + STAGES_X * ROWS_BYTES + SHARED_SPANS * 16 * 64 * GROUPS;
+#if SHARED_SPANS
 constexpr int AT_SPANS = AT_BARRIERS - 16 * 64 * GROUPS;
 static_assert(AT_SPANS == OFFSET_SPANS);
 #endif
@@ -70,18 +70,18 @@ DEVICE void load(u32 base, const Task& task) {  // its first thread starts the l
   if (lead) {
     for (int g = 0; g < GROUPS; g++) {
       const int row = task.first + 64 * g;
-      XTile::load(base + g * XTile::bytes, &t.held_x, rings.held, ONCE, row, task.head, task.batch);
-      YTile::load(base + AT_HELD_Y + g * YTile::bytes, &t.held_y, rings.held, ONCE, row, task.head, task.batch);
+      XTile::load(base + g * XTile::bytes, &t.held_x, rings.held, EVICT_FIRST, row, task.head, task.batch);
+      YTile::load(base + AT_HELD_Y + g * YTile::bytes, &t.held_y, rings.held, EVICT_FIRST, row, task.head, task.batch);
     }
   }
   task.walk(Nothing{}, [&, rings](int g, int j) mutable {
     const int head = task.other(g);
     rings.x.await_empty();
     const u32 x = base + AT_X + rings.x.stage() * XTile::bytes, y = base + AT_Y + rings.y.stage() * YTile::bytes;
-    if (lead) XTile::load(x, &t.x, rings.x.full(), OFTEN, 64 * j, head, task.batch);
+    if (lead) XTile::load(x, &t.x, rings.x.full(), EVICT_LAST, 64 * j, head, task.batch);
     rings.x.next();
     rings.y.await_empty();
-    if (lead) YTile::load(y, &t.y, rings.y.full(), OFTEN, 64 * j, head, task.batch);
+    if (lead) YTile::load(y, &t.y, rings.y.full(), EVICT_LAST, 64 * j, head, task.batch);
     rings.y.next();
   });
 }
@@ -337,13 +337,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_fp32_backward(HO
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
   Task task = Task::number(blockIdx.x, t, n, aux);
-#if TOLD
+#if SHARED_SPANS
   task.spans = base + AT_SPANS;
-  if (threadIdx.x < 64 * GROUPS) task.tell_span(threadIdx.x);  // before all wait for each other
+  if (threadIdx.x < 64 * GROUPS) task.write_span(threadIdx.x);  // before all wait for each other
 #endif
   const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);
     if (warp == 1) bring_rows(base, task);
   };
-  divide<Rings>(base, bring, [&](int group) { Consumer(task, base, group).run(); });
+  specialize_warps<Rings>(base, bring, [&](int group) { Consumer(task, base, group).run(); });
 }

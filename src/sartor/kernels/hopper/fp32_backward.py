@@ -139,18 +139,18 @@ class Config:
         return next(
             (x, y)
             for x, y in ((3, 3), (3, 2), (2, 2), (2, 1))
-            if self.laid_out(x, y, self.near_spans).size <= arch.SHARED_BYTES
+            if self.laid_out(x, y, self.shared_spans).size <= arch.SHARED_BYTES
         )
 
     @property
-    def near_spans(self) -> bool:
+    def shared_spans(self) -> bool:
         """Whether intervals of held rows, which tables tell, are in shared memory: where there is room."""
-        return hopper_backward.told(self.p, self.keys) and self.laid_out(2, 1, True).size <= arch.SHARED_BYTES
+        return hopper_backward.from_tables(self.p, self.keys) and self.laid_out(2, 1, True).size <= arch.SHARED_BYTES
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
-        return self.laid_out(*self.stages, self.near_spans).size
+        return self.laid_out(*self.stages, self.shared_spans).size
 
     def laid_out(self, stages_x: int, stages_y: int, spans: bool) -> Layout:
         """Shared memory with so many stages: held tiles, tiles stepped over, what goes with rows, intervals of the held
@@ -170,9 +170,9 @@ class Config:
             "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": dim, "DIM_V": dim_v, "COLUMNS": p.dim,
             "COLUMNS_V": p.dim_v, "WIDTH": width, "WIDTH_V": width_v, "PARTS_X": parts_x, "PARTS_Y": parts_y,
             "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": hopper_backward.mask(p),
-            "TOLD": int(self.near_spans), "ORDERED": 0, "PERSISTENT": 0,
+            "SHARED_SPANS": int(self.shared_spans), "ORDERED": 0, "PERSISTENT": 0,
             "SINKS": int(p.sinks), "BLOCK": 64, "REGAINED": f"{split.regained(p.dim_v)!r}f",
-        } | self.laid_out(*self.stages, self.near_spans).defines()  # fmt: skip
+        } | self.laid_out(*self.stages, self.shared_spans).defines()  # fmt: skip
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""

@@ -27,13 +27,13 @@ constexpr bool LEAVES = false;  // its loop ends where its block's last one does
 using SplitK = Splitter<DIM_EXACT, BLOCK_N, VECTOR, false>;
 using SplitV = Splitter<COLUMNS, BLOCK_N, VECTOR, true>;
 constexpr int STEPS = DIM / 16, WARPS = THREADS / 32;
-// Registers of a thread: of the producer warpgroup, which splits, and of the others. At launch all have 168, or 128 where
-// there are four warpgroups
+// Registers of a thread: of the producer warpgroup, which splits, and of the others. At launch all have 168, or 128
+// where there are four warpgroups
 constexpr int WIDE_TILE = BLOCK_N + DIM_V, PARTED = GROUPS == 3 ? 512 : 504;
 constexpr int OTHER_REGISTERS = GROUPS < 3 ? (WIDE_TILE > 128 ? 232 : 216) : WIDE_TILE > 64 ? 96 + (WIDE_TILE + 15) / 16 * 8 : 128;
 constexpr int SPLITTER_REGISTERS = PARTED - (GROUPS == 3 ? 3 : 2) * OTHER_REGISTERS;
-// After what cuda/forward.cuh has in shared memory: units of a stage's keys and values, and room for a team that splits.
-// There is more, in the place of the tiles, before the first tile comes.
+// After what cuda/forward.cuh has in shared memory: units of a stage's keys and values, and room for a team that
+// splits. There is more, in the place of the tiles, before the first tile comes.
 constexpr int AT_UNITS = AT_NEAR + 4 * GROUPS * NEAR_BYTES, AT_ROOM = (AT_UNITS + 8 * STAGES_K + 15) & ~15;
 constexpr int ROOM_BYTES = TEAM_BYTES + (SplitK::bytes > SplitV::bytes ? SplitK::bytes : SplitV::bytes);
 static_assert(AT_UNITS == OFFSET_UNITS && AT_ROOM == OFFSET_ROOM && SHARED_BYTES >= AT_ROOM + ROOM_BYTES);
@@ -76,7 +76,7 @@ struct Keys {
     const bool lead = team.thread == 0;
 #pragma unroll 1
     while (true) {
-      const int item = team.tell(lead ? claim(limit) : 0);
+      const int item = team.broadcast(lead ? claim(limit) : 0);
       if (item >= items()) break;
       split_one(item, team);
     }
@@ -94,12 +94,12 @@ struct Keys {
 };
 
 // Prefetches the queries of the next tile to L2, where the mask is an interval: without a mask that was slower
-DEVICE void expect(const Source& q, const Place& at, const Shape& n) {
+DEVICE void prefetch_q(const Source& q, const Place& at, const Shape& n) {
 #pragma unroll 1
   for (int i = threadIdx.x & 31; MASK == 1 && VECTOR && i < 64 * GROUPS; i += 32) {
-    const Part part = slice(at.tile, i / 64, n);
-    const int query = part.query(i % 64);
-    const float* from = q.at + at.batch * q.batch + (at.head * n.group + part.first_head) * q.head + query * q.row;
+    const Slice slice = slice_of(at.tile, i / 64, n);
+    const int query = slice.query(i % 64);
+    const float* from = q.at + at.batch * q.batch + (at.head * n.group + slice.first_head) * q.head + query * q.row;
     if (query < n.seqlen_q) global_prefetch(from, 4 * DIM_EXACT);
   }
 }
@@ -127,8 +127,8 @@ struct Consumer : Worker {
     return q_tile() + warp * 16 * QTile::row_bytes + i / PER_CHUNK * QTile::chunk_bytes + i % PER_CHUNK * 512 + 16 * lane;
   }
   DEVICE void fetch_q() {
-    const int lane = opaque(this->lane), first = part.query(warp * 16), last = n.seqlen_q - 1;
-    const float* from = q.at + batch * q.batch + (head * n.group + part.first_head) * q.head;
+    const int lane = opaque(this->lane), first = slice.query(warp * 16), last = n.seqlen_q - 1;
+    const float* from = q.at + batch * q.batch + (head * n.group + slice.first_head) * q.head;
     group_sync(1 + group, 128);
 #pragma unroll 2
     for (int i = 0; i < COPIES; i++) {  // rows past the end are the last once more
@@ -330,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_fp32(HOPPER_FP32
         keys.await(base + AT_UNITS + 8 * stage, tile, head, batch);
       });
     if (warp == 1 || warp == 2) keys.split_some(keys.items(), Team(base + AT_ROOM, 8, 1));
-    if (warp == 3) schedule(base, t, n, x, [&](const Place& at) { expect(queries, at, n); });
+    if (warp == 3) schedule(base, t, n, x, [&](const Place& at) { prefetch_q(queries, at, n); });
   } else {
     registers_more<OTHER_REGISTERS>();
     Consumer(t, queries, n, x, base, warp / 4 - 1).run();

@@ -159,7 +159,7 @@ class Config(hopper_forward.Config):
         return 1
 
     @property
-    def parted(self) -> bool:
+    def last_wave(self) -> bool:
         """Never: few problems would gain."""
         return False
 

@@ -102,11 +102,11 @@ struct Repair {
     static_assert(4 * DIM_EXACT <= 16 * QTile::row_bytes, "a row of q takes the place of the warp's rows");
     const int tiles = ceil_div(n.seqlen_q, 64), heads = n.heads_kv * n.group;
     for (int next = marks.last; next;) {
-      const int slice = (next - 1) / 4, first = slice / tiles, head = first % n.group;
-      const Part part = {(tiles - 1 - slice % tiles) * 64, head};
+      const int index = (next - 1) / 4, first = index / tiles, head = first % n.group;
+      const Slice slice = {(tiles - 1 - index % tiles) * 64, head};
       next = t.work[Marks::begin + next - 1];
       for (int row = 16 * warp; row < 16 * warp + 16; row++)
-        if (part.real(row, n)) run(first / heads, first % heads - head + part.head(row), part.query(row));
+        if (slice.real(row, n)) run(first / heads, first % heads - head + slice.head(row), slice.query(row));
     }
   }
 };

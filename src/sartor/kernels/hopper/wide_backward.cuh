@@ -27,7 +27,7 @@ constexpr int WEIGHTS = 64 * 64 * 2, ROW = 4 * 64;  // bytes of a tile of weight
 constexpr float LIFT = BF16 ? 0.f : 15.f, LIFTED = BF16 ? 1.f : 32768.f;
 
 constexpr int AT_K = 0, AT_V = OfKeys::bytes, AT_Q = AT_V + OfValues::bytes, AT_O = AT_Q + STAGES_Q * OfKeys::bytes;
-constexpr int AT_W = AT_O + STAGES_O * OfValues::bytes, AT_DS = AT_W + 2 * WEIGHTS, AT_LSE = AT_DS + Slopes::bytes;
+constexpr int AT_W = AT_O + STAGES_O * OfValues::bytes, AT_DS = AT_W + 2 * WEIGHTS, AT_LSE = AT_DS + DsTile::bytes;
 constexpr int AT_DELTA = AT_LSE + STAGES_Q * ROW, AT_BARRIERS = AT_DELTA + STAGES_O * ROW;
 static_assert(AT_V == OFFSET_V && AT_Q == OFFSET_Q && AT_O == OFFSET_O && AT_W == OFFSET_W && AT_DS == OFFSET_DS);
 static_assert(AT_LSE == OFFSET_LSE && AT_BARRIERS == OFFSET_BARRIERS);
@@ -90,12 +90,12 @@ template <bool SECOND> DEVICE void load(u32 base, const Task& task) {  // one wa
   Rings rings(base);
   const TensorMap *held = SECOND ? &t.v : &t.k, *map = SECOND ? &t.dout : &t.q;
   const u32 to = base + (SECOND ? AT_V : AT_K), at = base + (SECOND ? AT_O : AT_Q);
-  if (lead) Tile::load(to, held, SECOND ? rings.v : rings.k, ONCE, task.first, task.head, task.batch);
+  if (lead) Tile::load(to, held, SECOND ? rings.v : rings.k, EVICT_FIRST, task.first, task.head, task.batch);
   auto ring = pick<SECOND>(rings);
   over_tiles(task, [&, ring](int g, int j) mutable {
     const int head = task.other(g);
     ring.await_empty();
-    if (lead) Tile::load(at + ring.stage() * Tile::bytes, map, ring.full(), OFTEN, 64 * j, head, task.batch);
+    if (lead) Tile::load(at + ring.stage() * Tile::bytes, map, ring.full(), EVICT_LAST, 64 * j, head, task.batch);
     ring.next();
   });
 }
@@ -125,11 +125,11 @@ DEVICE void bring_rows(u32 base, const Task& task, const float* from, float scal
 
 // Under a mask, what the launch of dq reads: of each head and key tile, for which query tiles dS was written; and a
 // tile of zeros, which stands for the others
-DEVICE void tell(const Task& task, const Piece& piece) {
+DEVICE void write_visited(const Task& task, const Piece& piece) {
   const int lane = threadIdx.x & 31;
   if (blockIdx.x == 0)
 #pragma unroll 1
-    for (int i = lane; i < Slopes::bytes / 16; i += 32)
+    for (int i = lane; i < DsTile::bytes / 16; i += 32)
       reinterpret_cast<uint4*>(task.t.zeros)[i] = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
   for (int g = 0; g < task.rounds(); g++) {
@@ -177,10 +177,10 @@ template <bool SECOND> struct Consumer : Worker {
     pin(s), pin(kept);
     wgmma_fence();
     UNROLL for (int k = 0; k < STEPS; k++) {
-      const u64 b = sixteen<Held>(other, k);
+      const u64 b = operand<Held>(other, k);
       if (k == 0) Wgmma<64>::template rs<true, false>(s, kept, b);
       else if (k < REGISTERED) Wgmma<64>::template rs<false, false>(s, kept + 4 * k, b);
-      else Wgmma<64>::template ss<false>(s, sixteen<Held>(own, k), b);
+      else Wgmma<64>::template ss<false>(s, operand<Held>(own, k), b);
     }
     wgmma_commit();
   }
@@ -243,7 +243,7 @@ template <bool SECOND> struct Consumer : Worker {
     __syncwarp();
     const u32 at = base + AT_DS;
     UNROLL for (int k = 0; k < 4; k++) {
-      const u32 to = at + Slopes::swizzled(16 * warp + (lane & 15), k, lane >> 4);
+      const u32 to = at + DsTile::swizzled(16 * warp + (lane & 15), k, lane >> 4);
       store_matrix(to, *reinterpret_cast<const u32(*)[4]>(a + 4 * k));
     }
     shared_fence();
@@ -282,10 +282,10 @@ template <bool SECOND> struct Consumer : Worker {
 #pragma unroll 1
     for (int g = 0; g < task.rounds(); g++) {
       const Task::Range own = task.range(task.first, 64, g);
-      u8* tile = task.t.ds + Slopes::bytes * piece.tile(in_piece(task, piece, g), first() / 64, 0);
+      u8* tile = task.t.ds + DsTile::bytes * piece.tile(in_piece(task, piece, g), first() / 64, 0);
 #pragma unroll 1
       for (int j = own.begin; j < own.end; j++)
-        step(j, g, ragged || (MASK && (j < own.full_begin || j >= own.full_end)), tile + i64(Slopes::bytes) * j);
+        step(j, g, ragged || (MASK && (j < own.full_begin || j >= own.full_end)), tile + i64(DsTile::bytes) * j);
     }
     finish();
     if (SECOND && lane == 0) await_stores();
@@ -322,11 +322,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide_dkdv(WIDE_DKDV_PARAMET
     if (warp == 1) load<true>(base, task);
     if (warp == 2) bring_rows<false>(base, task, lse, 1.f, LIFT, INF);
     if (warp == 3) {
-      if (MASK) tell(task, piece);
+      if (MASK) write_visited(task, piece);
       bring_rows<true>(base, task, delta, 1.f / LIFTED, 0.f, 0.f);
     }
   };
-  divide<Rings>(base, bring, [&](int group) {
+  specialize_warps<Rings>(base, bring, [&](int group) {
     const Rings rings(base);
     if (group) Consumer<true>(task, base, rings).run(piece);
     else Consumer<false>(task, base, rings).run(piece);
