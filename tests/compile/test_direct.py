@@ -138,14 +138,14 @@ def test_hooks_hear_of_launches(monkeypatch):
     monkeypatch.setattr(direct, "current_stream", lambda: 11)
     calls: list = []
     cache = {("ready", None): (ready(calls), ready(calls)._replace(direct=None))}
-    assert not launch.again({}, cache, "another key")
-    assert launch.again({"x_ptr": 64}, cache)
+    assert not launch.repeat({}, cache, "another key")
+    assert launch.repeat({"x_ptr": 64}, cache)
     assert calls == [("driver", 11, 64), ("triton", 64, (0, 5), 3)]
     calls.clear()
     hook = calls.append
     knobs.runtime.launch_enter_hook.add(hook)
     try:
-        assert launch.again({"x_ptr": 64, "aux": (8, 5)}, cache, own={"step": {"x_ptr": 80}})
+        assert launch.repeat({"x_ptr": 64, "aux": (8, 5)}, cache, own={"step": {"x_ptr": 80}})
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert calls == 2 * [("triton", 80, (8, 5), 3)]

@@ -186,7 +186,7 @@ def test_few_queries_share_a_slice(seqlen_q):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "sinks": meta(8)}, {"softcap": 9.0}], ids=list)
 @pytest.mark.parametrize("dim", sample([36, 64, 96, 128, 256], lambda dim: dim == 128))
-def test_keys_in_parts(dim, options):
+def test_kv_splits(dim, options):
     p = problem(dim, heads=(8, 2), lengths=(5, 9000), **options)
     tile = choose(p, DEVICE).tile
     assert tile.num_splits > 1

@@ -22,7 +22,7 @@ from sartor.kernels.hopper.backward import Config, tidy, tidy_out
 DEVICE = ARCHITECTURES[90]
 SPEC = kernels.load("hopper_backward")
 MASKS = [{}, {"causal": True}, {"window": (90, 30)}]
-TOLD = ["documents", "causal documents", "packed"]  # masks whose intervals are in tables
+FROM_TABLES = ["documents", "causal documents", "packed"]  # masks whose intervals are in tables
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -34,7 +34,7 @@ def problem(dim=128, dim_v=None, heads=(4, 4), dtype=torch.bfloat16, batch=2, **
     return Problem.of(Call(*(meta(*s, dtype=dtype) for s in shapes), **options))
 
 
-def told(name):
+def from_tables(name):
     """Options of such a mask."""
     if name == "packed":
         ends = meta(5, dtype=torch.int32)
@@ -72,15 +72,15 @@ def test_one_sweep(dim, options, dtype):
     assert sound(config) == {"hopper_backward", "preprocess", "round_dq"}
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", FROM_TABLES)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", sample([64, 96, 128, 256], lambda dim: dim in (64, 128, 256)))
 def test_intervals_from_tables(dim, deterministic, name):
     """A block keeps them in shared memory where there is room, and a table says which block begins when."""
-    for config in Config.all(problem(dim, deterministic=deterministic, **told(name))):
+    for config in Config.all(problem(dim, deterministic=deterministic, **from_tables(name))):
         assert "order_blocks" in sound(config, spills=8 if dim == 96 else 0)
         assert config.ordered
-        assert config.near_spans == (dim < 256)
+        assert config.shared_spans == (dim < 256)
         assert config.defines()["MASK"] == (1 if name == "packed" else 2)
 
 
@@ -94,7 +94,7 @@ def test_pairs(dim):
     ):
         for config in Config.all(problem(dim, mask=mask)):
             assert "order_blocks" not in sound(config, spills=32)
-            assert not config.near_spans
+            assert not config.shared_spans
 
 
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
@@ -184,10 +184,10 @@ def test_reasons():
         ({"bias": meta(1000, 1000)}, "triton_backward"),
         ({"mask": meta(1000, 1000, dtype=torch.bool)}, "triton_backward"),
         ({"mask": meta(1000, dtype=torch.bool)}, "hopper_backward"),
-        (told("documents"), "hopper_backward"),
-        (told("packed"), "hopper_backward"),
-        (told("documents") | {"dtype": torch.float32}, "hopper_fp32_backward"),
-        (told("causal documents") | {"softcap": 2.0}, "hopper_backward"),
+        (from_tables("documents"), "hopper_backward"),
+        (from_tables("packed"), "hopper_backward"),
+        (from_tables("documents") | {"dtype": torch.float32}, "hopper_fp32_backward"),
+        (from_tables("causal documents") | {"softcap": 2.0}, "hopper_backward"),
         ({"dim": 256}, "hopper_wide_backward"),
         ({"dim": 256, "softcap": 2.0}, "hopper_backward"),
         ({"dim": 56}, "triton_backward"),

@@ -15,7 +15,7 @@ from sartor.problem import Call, Problem
 if nvrtc.missing() or not launch.available():
     pytest.skip(nvrtc.missing() or "needs Triton, whose launches stand around it", allow_module_level=True)
 
-from sartor.kernels.hopper.fp32_backward import AGAIN, Config
+from sartor.kernels.hopper.fp32_backward import REPAIR_TILE, Config
 
 DEVICE = ARCHITECTURES[90]
 SPEC = kernels.load("hopper_fp32_backward")
@@ -55,7 +55,7 @@ def test_documents(dim, keys):
     (found,) = binary.resources.values()
     assert found.spill_bytes <= (MOST_SPILLS if keys else 0)
     assert "C75" not in binary.log
-    assert config.near_spans == (dim == 64)
+    assert config.shared_spans == (dim == 64)
 
 
 def test_three_products_in_float16():
@@ -92,7 +92,7 @@ def test_the_launches_around(causal):
     q, k = meta(2, 1000, 4, 128), meta(2, 1000, 4, 128)
     x, saved = Operands(q, k, k, aux=(0,) if causal else ()), Saved(q, meta(2, 4, 1000), q, None)
     work = SPEC.workspace(p, x, saved)
-    plan = Plan(SPEC, p, DEVICE, AGAIN, "test")
+    plan = Plan(SPEC, p, DEVICE, REPAIR_TILE, "test")
     names = [[step.name for step in part] for part in SPEC.sections(plan, x, saved, work, SPEC.pairs(x, q))]
     repair = ["exact repair"] if causal else []
     assert names[0] == [*(f"split {name}" for name in ("q", "k", "v", "dout")), "preprocess"]

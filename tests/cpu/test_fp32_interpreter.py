@@ -94,7 +94,7 @@ def case_split_holds_what_it_says():
     x = shared.normal(2, 300, 3, 20) * torch.tensor([1e-30, 1.0, 1e30])[:, None]
     x[0, 5, 0, 0], x[1, 200:, 1] = 1e-4, 0.0
     pairs = split.allocate(x)
-    launch.run([split.step("x", x, pairs, wide=False)], {})
+    launch.run([split.step("x", x, pairs, strict=False)], {})
     hi, lo = (pairs.data[..., i : i + 20].double() for i in (0, split.pitch(20)))
     unit = pairs.units.double().transpose(1, 2).repeat_interleave(split.SEGMENT.value, 1)[:, :300, :, None]
     error = ((hi + lo) * unit - x).abs()

@@ -48,7 +48,7 @@ def launches(monkeypatch) -> dict[str, dict[str, Any]]:
     monkeypatch.setattr(nvrtc.Kernel, "launch", record)
     monkeypatch.setattr(Row, "start", start)
     monkeypatch.setattr(host, "_built", lambda *_: None)
-    monkeypatch.setattr(launch, "again", lambda *_: True)
+    monkeypatch.setattr(launch, "repeat", lambda *_: True)
     monkeypatch.setattr(Device, "of", classmethod(lambda *_: ARCHITECTURES[90]))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
@@ -92,7 +92,7 @@ def test_schedule(launches):
     q = torch.zeros((1, 64 * 64, 64, 128), dtype=torch.bfloat16)
     sartor.attention(q, q, q)
     given = launches["hopper_forward"]
-    numbers = [given[name] for name in ("tiles_head", "tiles", "whole", "parts", "width")]
+    numbers = [given[name] for name in ("tiles_head", "tiles", "whole", "splits", "width")]
     assert numbers == [21, 1432, 1320, 48, 2]
     assert given["section"] == 32
 
@@ -102,7 +102,7 @@ def test_merge(launches):
     out, lse = sartor.attention(q, k, k, return_lse=True)
     first, given = launches["hopper_forward"], launches["hopper_merge"]
     assert contains(given, places(out=out, lse=lse) | strides("out", out) | {"heads": 3, "seqlen_q": 5, "wide": 0})
-    assert (given["outs"], given["lses"], given["num_splits"]) == (first["out"], first["lse"], first["parts"])
+    assert (given["outs"], given["lses"], given["num_splits"]) == (first["out"], first["lse"], first["splits"])
     assert contains(first, {"out_batch": 3 * 5 * 64, "out_head": 5 * 64, "out_row": 64})
 
 

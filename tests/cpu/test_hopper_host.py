@@ -128,22 +128,22 @@ def config(heads, slices, groups, dim=128, **options):
     return Config.of(Problem.of(Call(q, q, q, **options)), Tile(64 * groups, 64, 4 * (groups + 1), 4))
 
 
-def slices_of(number, deal, m, section):
+def slices_of(number, assigned, m, section):
     """(head, slice) that a block is given under a number, as `share` and `locate` in schedule.cuh say."""
-    part, pieces = number - deal.whole, -(-m.groups // deal.width)
+    part, pieces = number - assigned.whole, -(-m.groups // assigned.width)
 
     def locate(number):
         if not m.balanced:
-            return number // deal.tiles_head, number % deal.tiles_head
-        heads = (deal.whole + deal.parts // pieces) // deal.tiles_head
-        begin = number // (deal.tiles_head * section) * section
-        width, left = min(section, heads - begin), number - begin * deal.tiles_head
-        return begin + left % width, deal.tiles_head - 1 - left // width
+            return number // assigned.tiles_head, number % assigned.tiles_head
+        heads = (assigned.whole + assigned.splits // pieces) // assigned.tiles_head
+        begin = number // (assigned.tiles_head * section) * section
+        width, left = min(section, heads - begin), number - begin * assigned.tiles_head
+        return begin + left % width, assigned.tiles_head - 1 - left // width
 
-    if part >= deal.parts:
-        return [(part - deal.parts, deal.tiles_head * m.groups + i) for i in range(m.groups)]
-    head, tile = locate(number if part < 0 else deal.whole + part // pieces)
-    first, count = (0, m.groups) if part < 0 else (part % pieces * deal.width, deal.width)
+    if part >= assigned.splits:
+        return [(part - assigned.splits, assigned.tiles_head * m.groups + i) for i in range(m.groups)]
+    head, tile = locate(number if part < 0 else assigned.whole + part // pieces)
+    first, count = (0, m.groups) if part < 0 else (part % pieces * assigned.width, assigned.width)
     return [(head, tile * m.groups + i) for i in range(first, min(first + count, m.groups))]
 
 
@@ -155,16 +155,16 @@ def slices_of(number, deal, m, section):
     sms=st.sampled_from([1, 7, 114, 132]),
     options=st.sampled_from([{}, {"window": (900, 0)}, {"causal": True}]),
 )
-def test_every_slice_is_dealt_out_once(heads, slices, groups, sms, options):
+def test_every_slice_is_computed_once(heads, slices, groups, sms, options):
     m = config(heads, slices, groups, **options)
-    deal = m.deal(sms)
+    assigned = m.assign(sms)
     section = m.section
-    dealt = [pair for number in range(deal.tiles) for pair in slices_of(number, deal, m, section)]
-    first = deal.tiles_head * groups - slices if m.balanced else 0  # the tile that is not full comes first there
-    real = [(head, i) for head, i in dealt if first <= i < first + slices]
+    computed = [pair for number in range(assigned.tiles) for pair in slices_of(number, assigned, m, section)]
+    first = assigned.tiles_head * groups - slices if m.balanced else 0  # the tile that is not full comes first there
+    real = [(head, i) for head, i in computed if first <= i < first + slices]
     assert len(set(real)) == len(real) == heads * slices
-    assert m.parted or deal.tiles == deal.whole
-    assert not m.parted or deal.whole % sms == 0
+    assert m.last_wave or assigned.tiles == assigned.whole
+    assert not m.last_wave or assigned.whole % sms == 0
 
 
 def test_no_tile_in_which_warpgroups_wait_for_ever():
@@ -180,13 +180,13 @@ def test_no_tile_in_which_warpgroups_wait_for_ever():
         assert not any(t.stages == 2 and t.block_m > 64 for t in found)
 
 
-def test_parts_end_sooner():
+def test_a_split_last_wave_ends_sooner():
     """Of 1408 tiles, 88 would be an eleventh round of 132 blocks: of fewer slices it is shorter."""
-    whole, parted = (config(64, 64, 3, causal=causal).deal(132) for causal in (True, False))
+    whole, parted = (config(64, 64, 3, causal=causal).assign(132) for causal in (True, False))
     assert (whole.tiles, whole.whole) == (1408, 1408)
-    assert (parted.whole, parted.parts, parted.width) == (1320, 48, 2)
+    assert (parted.whole, parted.splits, parted.width) == (1320, 48, 2)
     assert parted.time < 11 * 3.0
-    assert not config(64, 3 * LONG - 1, 3).parted  # short heads are read once
+    assert not config(64, 3 * LONG - 1, 3).last_wave  # short heads are read once
 
 
 @given(
@@ -216,8 +216,8 @@ def decode(batch, heads, heads_kv, n, dim=128, queries=1, **options):
     return tile, Config.of(p, tile)
 
 
-def test_few_queries_take_the_keys_in_parts():
-    """As many as there are SMs for, but for what the merging costs, and where parts would be idle or change bits."""
+def test_few_queries_have_kv_splits():
+    """As many as there are SMs for, but for what the merging costs, and where splits would be idle or change bits."""
     assert [decode(b, 32, 8, 8192)[0].num_splits for b in (1, 2, 4, 8, 16)] == [16, 8, 4, 2, 1]
     assert [decode(1, 8, 8, n)[0].num_splits for n in (1000, 2048, 65536)] == [1, 8, 16]
     assert decode(1, 8, 8, 8192, causal=True, queries=3)[0].num_splits == 16
@@ -241,13 +241,13 @@ def test_few_queries_take_the_keys_in_parts():
 def test_every_part_has_keys(batch, heads, n, queries, dim):
     """One without would do others' again."""
     tile, m = decode(batch, heads, heads, n, dim, queries)
-    deal = m.deal(132)
+    assigned = m.assign(132)
     if tile.num_splits > 1:
-        assert (deal.parts - 1) * deal.width < m.key_tiles <= deal.parts * deal.width
-        assert deal.tiles == deal.tiles_head * batch * heads * tile.num_splits <= 132
+        assert (assigned.splits - 1) * assigned.width < m.key_tiles <= assigned.splits * assigned.width
+        assert assigned.tiles == assigned.tiles_head * batch * heads * tile.num_splits <= 132
 
 
-def test_parts_are_merged(driver):
+def test_kv_splits_are_merged(driver):
     """The first kernel writes where the second one reads, which writes what the caller gets."""
     q, k = (torch.zeros((1, n, 4, 64), dtype=torch.bfloat16) for n in (1, 9000))
     out, lse = sartor.attention(q, k, k, return_lse=True)
@@ -363,7 +363,7 @@ def backward(driver, monkeypatch):
 
     monkeypatch.setattr(hopper_backward.Config, "compile", lambda _: None)
     monkeypatch.setattr(torch, "empty_like", room)
-    monkeypatch.setattr(hopper_backward.launch, "again", again)
+    monkeypatch.setattr(hopper_backward.launch, "repeat", again)
     return found
 
 

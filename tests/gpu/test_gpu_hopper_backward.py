@@ -70,12 +70,12 @@ def test_dims(dim, dtype):
     check(*inputs(b=1, d=dim, dtype=dtype), causal=True)
 
 
-TOLD = sorted(documents.masks(300, 300, "cpu"))
+FROM_TABLES = sorted(documents.masks(300, 300, "cpu"))
 PACKED = sorted(documents.packed(300, 300, "cpu"))
 
 
 @pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (64, True), (96, False), *WAYS.values()])
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", FROM_TABLES)
 def test_intervals_from_tables(name, dim, deterministic):
     check(*inputs(d=dim), deterministic=deterministic, **documents.masks(600, 700, "cuda")[name])
 

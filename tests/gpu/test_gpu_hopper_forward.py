@@ -1,6 +1,6 @@
-"""The Hopper forward of 16-bit floats with tiles claimed early or late, fewer queries or parts: no bit may change.
+"""The Hopper forward of 16-bit floats with tiles claimed early or late, fewer queries or splits: no bit may change.
 
-Except where the keys are in parts: then the budgets hold."""
+Except with KV splits: then the budgets hold."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_loud_key_beside_rows_without_one(scale):
     same(found)
 
 
-PARTED = {
+SPLIT = {
     "full": lambda: {},
     "causal": lambda: {"causal": True},
     "sinks": lambda: {"sinks": torch.randn(4, device="cuda") + 3},
@@ -161,14 +161,14 @@ PARTED = {
 }
 
 
-@pytest.mark.parametrize("name", PARTED)
+@pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (36, 20), (192, 256)], ids=str)
-def test_keys_in_parts(dims, name):
-    """Merged, whatever is left for the last part, and for rows that see nothing of some parts or of all."""
+def test_kv_splits(dims, name):
+    """Merged, whatever is left for the last split, and for rows that see nothing of some splits or of all."""
     for layout, dtype in (("bshd", torch.bfloat16), ("bhsd", torch.float16)):
         q, k, v = testing.make_inputs(2, 4, 2, 17, 900, *dims, dtype, "cuda", layout, 0)
         q, k, v = (t if layout == "bshd" else t.transpose(1, 2) for t in (q, k, v))
-        options = {n: x.to(dtype) if n == "bias" else x for n, x in PARTED[name]().items()}
+        options = {n: x.to(dtype) if n == "bias" else x for n, x in SPLIT[name]().items()}
         call, counts = Call(q, k, v, **options), set()
         if options.get("mask") is not None:  # what a row does not see is not looked at
             v[0, 17:] = float("nan")
@@ -177,13 +177,13 @@ def test_keys_in_parts(dims, name):
         for most in (2, 3, 5, tiles):
             counts.add(-(-tiles // -(-tiles // most)))
         options.pop("out_dtype", None)
-        for parts in counts:
-            out, lse = same(results(call, replace(tile, num_splits=parts)))
+        for splits in counts:
+            out, lse = same(results(call, replace(tile, num_splits=splits)))
             testing.check_all({"out": out, "lse": lse}, q, k, v, **options)
 
 
-def test_what_is_not_finite_in_a_part():
-    """NaN among the values or keys of one part reaches the rows that it would without parts, and no others."""
+def test_what_is_not_finite_in_a_split():
+    """NaN among the values or keys of one split reaches the rows that it would without splits, and no others."""
     q, k, v = testing.make_inputs(1, 2, 2, 40, 2000, 64, None, torch.bfloat16, "cuda", "bshd", 0)
     for t, what, head in ((v, float("nan"), 0), (v, float("inf"), 1), (k, float("nan"), 1)):
         changed = t.clone()
@@ -199,8 +199,8 @@ def test_what_is_not_finite_in_a_part():
 @pytest.mark.parametrize(
     "shape", [(1, 32, 8, 1, 8192), (1, 8, 8, 1, 8191), (3, 4, 1, 17, 5000), (1, 2, 2, 100, 3000)], ids=str
 )
-def test_parts_by_themselves(shape):
-    """What is taken in parts by itself; with gradients, and from a cache that is longer than what is filled."""
+def test_kv_splits_as_planned(shape):
+    """What is split by itself; with gradients, and from a cache that is longer than what is filled."""
     q, k, v = testing.make_inputs(*shape, 128, None, torch.bfloat16, "cuda", "bshd", 0)
     assert sartor.explain(q, k, v).plan.tile.num_splits > 1
     testing.verify(q, k, v, through_lse=True)
@@ -209,7 +209,7 @@ def test_parts_by_themselves(shape):
 
 @pytest.mark.parametrize("keys", [300, 8192])
 def test_a_graph_outlives_its_plan(keys):
-    """The code of a kernel stays loaded when plans are forgotten; with parts there are two."""
+    """The code of a kernel stays loaded when plans are forgotten; with splits there are two."""
     q, k, v = testing.make_inputs(1, 4, 4, 1, keys, 64, None, torch.bfloat16, "cuda", "bshd", 0)
     sartor.attention(q, k, v)
     torch.cuda.synchronize()
@@ -262,7 +262,7 @@ def test_fewer_queries(dim, name):
 @pytest.mark.parametrize("heads", [20, 70, 140])
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_parts(dims, heads, monkeypatch):
-    """Nor does it where the last tiles are dealt out in parts, of any width, with some slices left of each head."""
+    """Nor does it where the last wave is split, to any width, with some slices left of each head."""
     q, k, v = testing.make_inputs(1, heads, heads, 64 * 5 - 9, 200, *dims, torch.bfloat16, "cuda", "bshd", 0)
     call, found, widths = Call(q, k, v, sinks=torch.randn(heads, device="cuda")), [], set()
     for long in (1 << 30, 1):
@@ -270,8 +270,8 @@ def test_parts(dims, heads, monkeypatch):
         for tile in SPEC.tiles(Problem.of(call), DEVICE):
             config = SPEC.config(Problem.of(call), tile)
             if tile.block_n == 64 and tile.stages == 4:
-                assert config.parted == (long == 1 and config.groups > 1)
-                widths.add(config.deal(DEVICE.sm_count).width)
+                assert config.last_wave == (long == 1 and config.groups > 1)
+                widths.add(config.assign(DEVICE.sm_count).width)
                 found += results(call, tile)
     assert len(widths) > 1
     out, lse = same(found)

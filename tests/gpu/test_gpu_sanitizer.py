@@ -56,7 +56,7 @@ CASES = {
 
 
 COMMON = {"sizes": "2, 4, 2, 200, 330", "suited": "m.tile"}
-PARTS = {"sizes": "1, 4, 2, 9, 5000", "suited": "suited(m, dev)", "others": ""}  # of the keys, as few queries have it
+SPLITS = {"sizes": "1, 4, 2, 9, 5000", "suited": "suited(m, dev)", "others": ""}  # of the keys, as few queries have it
 
 
 def sanitize(tool, kernel, before="", **changed):
@@ -80,7 +80,7 @@ def test_memory(kernel):
 
 @pytest.mark.judges("hopper_forward")
 def test_memory_of_parts():
-    done = sanitize(("memcheck", "--report-api-errors", "no"), "hopper_forward", **PARTS)
+    done = sanitize(("memcheck", "--report-api-errors", "no"), "hopper_forward", **SPLITS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert re.search(r"forward: +hopper_forward\[.* p\d+\]", done.stdout)
 
@@ -99,7 +99,9 @@ def unexplained(said):
 
 
 @pytest.mark.judges("hopper_forward")
-@pytest.mark.parametrize(("before", "changed"), [("", {}), (TWO_BLOCKS, {}), ("", PARTS)], ids=["many", "two", "parts"])
+@pytest.mark.parametrize(
+    ("before", "changed"), [("", {}), (TWO_BLOCKS, {}), ("", SPLITS)], ids=["many", "two", "splits"]
+)
 def test_races(before, changed):
     """With a block for each tile nothing is written twice: then there is no hazard at all."""
     tool = ("racecheck", "--racecheck-report", "all", "--print-limit", "100000")

@@ -1,11 +1,11 @@
 // What the Hopper backwards share: the rows that a block holds and steps over, a warpgroup's place, mask and marks.
 //
-// The kernel that includes this has a config in macros: GROUPS (warpgroups
-// that multiply, each with 64 held rows), KEYS (keys and values are held, queries and dout stepped over, not the other way
-// round), BLOCK (rows of a tile that is stepped over), MASK (0 none, 1 an interval of every row and column, 2 any), TOLD
-// (intervals of held rows come from tables: a block reads each once and keeps it in shared memory, at AT_SPANS), ORDERED (a
-// table says which rows are held when: hopper/order.cuh), PERSISTENT (a block holds one set of rows after another; a warp
-// claims the next ones while the others work, and leaves them in shared memory with their intervals).
+// The kernel that includes this has a config in macros: GROUPS (warpgroups that multiply, each with 64 held rows), KEYS
+// (keys and values are held, queries and dout stepped over, not the other way round), BLOCK (rows of a tile that is
+// stepped over), MASK (0 none, 1 an interval of every row and column, 2 any), SHARED_SPANS (intervals of held rows come
+// from tables: a block reads each once and keeps it in shared memory, at AT_SPANS), ORDERED (a table says which rows
+// are held when: hopper/order.cuh), PERSISTENT (a block holds one set of rows after another; a warp claims the next
+// ones while the others work, and leaves them in shared memory with their intervals).
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/wgmma.cuh"
@@ -19,7 +19,7 @@ struct Task {
   const Shape& n;
   const Aux& x;
   int batch, head, first;  // head: of the held operand
-#if TOLD
+#if SHARED_SPANS
   u32 spans = 0;           // where they are
 #endif
 #if PERSISTENT
@@ -49,11 +49,11 @@ struct Task {
   DEVICE i64 row(int g) const { return (i64(batch) * heads_q() + query_head(g)) * (ceil_div(n.seqlen_q, 16) * 16); }
   DEVICE int heads_held() const { return KEYS ? n.heads_kv : heads_q(); }
   DEVICE Span span(int at, int g) const {
-#if TOLD
+#if SHARED_SPANS
     const float4 found = shared_load_four(spans + 16 * (at - first));
     return {__float_as_int(found.x), __float_as_int(found.y), __float_as_int(found.z), __float_as_int(found.w)};
   }
-  DEVICE void tell_span(int i) const {  // of the i-th held row
+  DEVICE void write_span(int i) const {  // of the i-th held row
     const int at = imin(first + i, held() - 1);
     const Span s = KEYS ? cols(batch, 0, at, x, n) : rows(batch, 0, at, x, n);  // which no head changes
     const u32 to = spans + 16 * i;
@@ -74,7 +74,7 @@ struct Task {
 #pragma unroll 1
       for (int i = threadIdx.x & 31; i < count; i += 32) {
         const Span s = span(imin(from + i, held() - 1), g);
-        const bool some = !(TOLD || MASK == 2) || s.lo < s.hi;  // where a row sees nothing, its interval may lie anywhere
+        const bool some = !(SHARED_SPANS || MASK == 2) || s.lo < s.hi;  // where a row sees nothing, its interval may lie anywhere
         if (some) lo = imin(lo, s.lo), hi = imax(hi, s.hi);
         full_lo = imax(full_lo, s.full_lo), full_hi = imin(full_hi, s.full_hi);
       }
@@ -111,7 +111,7 @@ struct Task {
         batch = next.batch, head = next.head, first = next.first;
         spans = job();
 #pragma unroll 1
-        for (int i = threadIdx.x & 31; i < 64 * GROUPS; i += 32) tell_span(i);
+        for (int i = threadIdx.x & 31; i < 64 * GROUPS; i += 32) write_span(i);
       }
       const u32 at = job() + 16 * 64 * GROUPS;
       if (lead) shared_store(at, index < all ? batch : -1), shared_store(at + 4, head), shared_store(at + 8, first);
@@ -225,7 +225,7 @@ struct Worker {
 };
 
 // A block's work: four warps that load, each told its number, and warpgroups that multiply, each told its own
-template <class Rings, class Load, class Multiply> DEVICE void divide(u32 base, Load load, Multiply multiply) {
+template <class Rings, class Load, class Multiply> DEVICE void specialize_warps(u32 base, Load load, Multiply multiply) {
   if (threadIdx.x == 0) Rings(base).init();
   __syncthreads();
   const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);

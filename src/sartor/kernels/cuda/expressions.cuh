@@ -1,4 +1,4 @@
-// What the generated expressions of masks and scores are made of: Python's arithmetic in C++.
+// What the generated text of masks and score functions is made of: Python's arithmetic in C++.
 #pragma once
 #include "cuda/ptx.cuh"
 #include "cuda/schedule.cuh"

@@ -1,5 +1,6 @@
-// What masks and scores read for every pair of query and key, brought to shared memory: a warp copies the 16 rows that it
-// computes for the next key tile while it works on this one. It has room for one tile, and needs no barrier but its own.
+// Near values: what masks and score functions read for every pair of query and key, copied to shared memory (cp.async).
+// A warp copies the 16 rows that it computes, for the next key tile, while it works on this one. There is room for one
+// tile, and only the warp itself has to wait.
 #pragma once
 #include "cuda/ptx.cuh"
 

@@ -47,14 +47,14 @@ DEVICE void barrier_wait(u32 bar, u32 parity) {
       "@done bra DONE; bra WAIT; DONE:}" ::"r"(bar), "r"(parity) : "memory");
 }
 
-// A ring of stages in shared memory, each with a `full` and an `empty` barrier, 16 bytes a pair. One register counts two
-// turns of it: which stage, and the parity of the turn.
+// A ring of stages in shared memory, each with a `full` and an `empty` barrier, 16 bytes a pair. One register counts
+// through the ring twice: it says which stage, and the parity of the barriers' phase.
 template <int COUNT> struct Ring {
   u32 bars;
-  int turn = 0;
+  int place = 0;
   DEVICE Ring(u32 at) : bars(at) {}
-  DEVICE int stage() const { return turn < COUNT ? turn : turn - COUNT; }
-  DEVICE int parity() const { return turn >= COUNT; }
+  DEVICE int stage() const { return place < COUNT ? place : place - COUNT; }
+  DEVICE int parity() const { return place >= COUNT; }
   DEVICE u32 full() const { return bars + 16 * stage(); }
   DEVICE u32 empty() const { return bars + 16 * stage() + 8; }
   DEVICE void init(int readers, int writers = 1) const {
@@ -62,7 +62,7 @@ template <int COUNT> struct Ring {
   }
   DEVICE void await_full() const { barrier_wait(full(), parity()); }
   DEVICE void await_empty() const { barrier_wait(empty(), parity() ^ 1); }
-  DEVICE void next() { turn = turn == 2 * COUNT - 1 ? 0 : turn + 1; }
+  DEVICE void next() { place = place == 2 * COUNT - 1 ? 0 : place + 1; }
 };
 
 // ---- named barriers, and a vote, of a warpgroup by default, in one instruction

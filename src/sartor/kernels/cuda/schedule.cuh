@@ -1,22 +1,23 @@
-// Who computes what. Work is a tile of queries that share a key head; a tile is GROUPS slices of 64 rows, one a consumer
-// warpgroup; a slice is ROWS queries of 64 / ROWS heads (one head, unless the queries are few and heads share keys).
+// The tile scheduler's arithmetic. A query tile is of queries that share a key head: GROUPS slices of 64 rows, one a
+// consumer warpgroup. A slice is ROWS queries of 64 / ROWS heads: of one, or of several that share keys where queries
+// are few.
 #pragma once
 #include "cuda/ptx.cuh"
 #include "cuda/tma.cuh"
 
-struct Shape { int heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section, whole, parts, width; };
+struct Shape { int heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section, whole, splits, width; };
 
 struct Rows { const u16* data; i64 batch, head, row; };  // 16-bit rows that start on 16 bytes, strides in elements
 struct Inputs { Rows q, k, v; };
 
-template <int ROWS> struct Slice {
+template <int ROWS> struct SliceOf {
   static constexpr int heads = 64 / ROWS;
   int first_query, first_head;  // head: of those that share the key head
 
   static DEVICE int slots(const Shape& n) { return ceil_div(n.group, heads); }
   static DEVICE int count(const Shape& n) { return ceil_div(n.seqlen_q, ROWS) * slots(n); }
-  static DEVICE Slice number(int index, const Shape& n) {
-    const int slots = Slice::slots(n), block = index / slots;
+  static DEVICE SliceOf number(int index, const Shape& n) {
+    const int slots = SliceOf::slots(n), block = index / slots;
     return {block * ROWS, (index - block * slots) * heads};
   }
   DEVICE int query(int row) const { return ROWS == 64 ? first_query + row : first_query + row % ROWS; }
@@ -24,14 +25,13 @@ template <int ROWS> struct Slice {
   DEVICE bool real(int row, const Shape& n) const { return query(row) < n.seqlen_q && (ROWS == 64 || head(row) < n.group); }
 };
 
-// What everybody is told of a tile, in shared memory, by byte offsets: its place (batch, or item,
-// -1: there is no more), its keys in
-// key tiles [begin, end), the one at which another query tile is claimed (tell), and for slice g where it is, which key
-// tiles, [full_begin, full_end), need no mask in it, and [own_begin, own_end), outside which it sees nothing. TOLD: also
-// the interval of keys of each row
-template <int GROUPS, bool TOLD> struct Work {
-  static constexpr int batch = 0, head = 4, begin = 8, end = 12, tell = 16, intervals = 24 + 24 * GROUPS;
-  static constexpr int bytes = intervals + (TOLD ? 512 * GROUPS : 0);
+// A work tile in shared memory, by byte offsets. Of the query tile: batch (an item; -1 where there are no more), head,
+// its key tiles [begin, end), and the key tile at which the next work tile is claimed (claim_at). Of slice g: its first
+// query and head, the key tiles [full_begin, full_end) that need no mask, and [own_begin, own_end), outside which it
+// sees nothing. INTERVALS: also the interval of keys of each row.
+template <int GROUPS, bool INTERVALS> struct WorkTile {
+  static constexpr int batch = 0, head = 4, begin = 8, end = 12, claim_at = 16, intervals = 24 + 24 * GROUPS;
+  static constexpr int bytes = intervals + (INTERVALS ? 512 * GROUPS : 0);
   static DEVICE int first_query(int g) { return 20 + 24 * g; }
   static DEVICE int first_head(int g) { return 24 + 24 * g; }
   static DEVICE int full_begin(int g) { return 28 + 24 * g; }
@@ -41,8 +41,8 @@ template <int GROUPS, bool TOLD> struct Work {
   static DEVICE int interval(int g, int row) { return intervals + 512 * g + 8 * row; }
 };
 
-// Where tile number `number` lies. BALANCED takes the longest first over a section of heads whose keys fit the L2 cache;
-// otherwise the tiles of a head are neighbours.
+// The place of a query tile by its number. BALANCED: the longest come first over a section of heads, as many as keep
+// their keys in L2; otherwise the tiles of a head follow each other.
 struct Place { int batch, head, tile; };
 template <bool BALANCED> DEVICE Place locate(int number, const Shape& n) {
   int flat, tile;
@@ -58,14 +58,14 @@ template <bool BALANCED> DEVICE Place locate(int number, const Shape& n) {
   return {flat / n.heads_kv, flat % n.heads_kv, tile};
 }
 
-// What a block is given under number `number`: `count` slices of a tile, from its `first` on, as far as there are. With
-// PARTS, `n.whole` whole tiles, equally many a block, come first; then the other whole tiles, in `n.parts` parts of
-// `n.width` slices; then what is left of each head, too little for a tile.
+// What is to be computed by number: `count` slices of a query tile from its `first` on, as far as there are. With
+// LAST_WAVE the last wave is split: first come `n.whole` whole tiles, equally many a block; then the rest of them, in
+// `n.splits` parts of `n.width` slices; then what is left of each head, too little for a tile.
 struct Share : Place { int first, count; };
-template <int GROUPS, bool BALANCED, bool PARTS> DEVICE Share share(int number, const Shape& n) {
-  const int part = number - n.whole, pieces = ceil_div(GROUPS, n.width);
-  if (!PARTS || part < 0) return {locate<BALANCED>(number, n), 0, GROUPS};
-  if (part < n.parts) return {locate<BALANCED>(n.whole + part / pieces, n), part % pieces * n.width, n.width};
-  const int flat = part - n.parts;
+template <int GROUPS, bool BALANCED, bool LAST_WAVE> DEVICE Share share(int number, const Shape& n) {
+  const int index = number - n.whole, per_tile = ceil_div(GROUPS, n.width);
+  if (!LAST_WAVE || index < 0) return {locate<BALANCED>(number, n), 0, GROUPS};
+  if (index < n.splits) return {locate<BALANCED>(n.whole + index / per_tile, n), index % per_tile * n.width, n.width};
+  const int flat = index - n.splits;
   return {{flat / n.heads_kv, flat % n.heads_kv, n.tiles_head}, 0, GROUPS};
 }

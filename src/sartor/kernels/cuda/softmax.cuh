@@ -1,9 +1,9 @@
-// The softmax of one warpgroup's tile: 64 rows, N keys. A thread holds two rows, eight apart, and of every eight keys
-// the two from 2 * (lane % 4): s[4 * i + e] is row e / 2 and key 8 * i + 2 * (lane % 4) + e % 2.
+// The softmax of a warpgroup's tile of scores, 64 rows by N keys, as wgmma leaves it in registers: a thread holds two
+// rows, eight apart, and of every eight keys two: s[4 * i + e] is row e / 2 and key 8 * i + 2 * (lane % 4) + e % 2.
 #pragma once
 #include "cuda/ptx.cuh"
 
-// The largest of this thread's scores of row r; the largest of four threads
+// ---- reductions over a row: of this thread's scores, then over the four threads that share the row
 template <int M> DEVICE float tile_max(const float (&s)[M], int r) {
   float a = fmaxf(s[2 * r], s[2 * r + 1]), b = -INF;
   UNROLL for (int i = 1; i < M / 4; i++) {
@@ -21,8 +21,9 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(ALL, x, 2);
 }
 
-// A row's weights are 2^(factor * s - reference). The reference comes from the row's first tile and is kept while the
-// weights stay in range (docs/numerics.md, "Speculation"), so later tiles need no maximum.
+// ---- softmax of 16-bit inputs. A row's weights are 2^(factor * s - reference). The reference comes from the row's
+// first tile and is kept while the weights stay in range (docs/numerics.md, "Speculation"), so later tiles need no
+// maximum.
 struct Guess { float before[2], added[2]; };  // of a thread's two rows: their sums before, and what a tile added
 
 template <int N, bool BF16, bool SINK, bool SCORE> struct Softmax {
@@ -44,8 +45,8 @@ template <int N, bool BF16, bool SINK, bool SCORE> struct Softmax {
     return exact ? -INF : dominant * (all - sum[r]);
   }
 
-  // References for `rows` from their first scores. What is added to scaled scores is `from`; some rows, the others only
-  // with EXACT, have theirs subtracted before scaling.
+  // Sets the references of `rows` from their first scores; `from` is what is added to scaled scores. A large reference
+  // is subtracted before scaling instead, with EXACT any: the difference of large numbers is exact.
   template <bool EXACT> DEVICE void refer(float (&s)[N / 2], float factor, const bool (&rows)[2], float (&from)[2]) {
     bool coarse[2];
     UNROLL for (int r = 0; r < 2; r++) {
@@ -79,8 +80,8 @@ template <int N, bool BF16, bool SINK, bool SCORE> struct Softmax {
   DEVICE bool unseen(int r) const { return top[r] == -MOST && (!SCORE || bound[r] == 0.f); }
   DEVICE bool late(bool first, bool second) const { return __any_sync(ALL, (first && unseen(0)) || (second && unseen(1))); }
 
-  // Weights for scores, and their sums: the fast form, right where it says so. If there are `late` rows, these scores give
-  // them their references, and settle follows.
+  // Weights in place of scores, and their sums, by the references as they are; `wrong` says for which rows that was not
+  // right. Where `late`, rows that saw no key before get their references from these scores, and `settle` follows.
   template <bool MASKED> DEVICE Guess speculate(float (&s)[N / 2], float factor, bool late) {
     float added[2] = {0.f, 0.f}, other[2] = {0.f, 0.f}, from[2] = {-reference(0, factor), -reference(1, factor)};
     if (MASKED) from[0] = fminf(from[0], MOST), from[1] = fminf(from[1], MOST);  // for unseen rows: -inf + inf is no weight
@@ -101,9 +102,9 @@ template <int N, bool BF16, bool SINK, bool SCORE> struct Softmax {
     return !(guess.added[r] <= fminf(limit, fmaf(dominant, guess.before[r], bound[r])));
   }
 
-  // The same scores again, for rows whose guess was wrong: a higher maximum, exact weights, and what the output is to be
-  // multiplied with. The other rows get what they had: a row's result is its own, whatever its neighbours hold. Settle
-  // follows.
+  // From the same scores again, for rows whose guess was wrong: a higher reference, exact weights, and `shrink`, the
+  // factor of the output so far. Other rows get the weights that they had: a row's result does not depend on its
+  // neighbours. `settle` follows.
   template <bool MASKED> DEVICE void correct(float (&s)[N / 2], float factor, const Guess& guess, float (&shrink)[2]) {
     UNROLL for (int r = 0; r < 2; r++) {
       bool wrong = this->wrong(guess, r);
@@ -149,8 +150,9 @@ DEVICE float add_logarithm(float base, float x) {
   return sum + fmaf(logarithm2(__int_as_float(bits - (whole << 23))), LN_2, lost);
 }
 
-// The online softmax (Milakov and Gimelshein 2018) whose reference moves only when a maximum has grown a lot: a warp
-// votes. Scores are s * unit, weights 2^(s * unit * factor - reference), which float16 can hold with bits to spare below.
+// ---- softmax of float32 inputs in pairs: online (Milakov and Gimelshein 2018), but for a reference that a warp raises
+// only when a maximum has grown a lot. Scores are s * unit, weights 2^(s * unit * factor - reference), which leaves
+// float16 bits to spare below.
 template <int N> struct Online {
   static constexpr float margin = 7.f, limit = 15.f;  // log2 of a new maximum's weight, and of the largest
 
@@ -165,7 +167,7 @@ template <int N> struct Online {
     UNROLL for (int r = 0; r < 2; r++) top[r] = fmaxf(quad_max(tile_max(s, r)) * unit, -MOST), sum[r] = 0.f;
   }
 
-  // Whether the maxima grew, and then what the sums were, and the output is to be, multiplied with
+  // Whether references were raised; `shrink` is then the factor of the output so far, as it was that of the sums
   DEVICE bool raise(const float (&s)[N / 2], float unit, float factor, float (&shrink)[2]) {
     float most[2];
     bool grew = false;

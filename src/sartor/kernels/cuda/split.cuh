@@ -1,4 +1,4 @@
-// float32 rows into pairs of float16 (triton/split.py), by warps of the kernel that reads the pairs.
+// float32 rows are split into hi/lo pairs (triton/split.py), by warps of the kernel that multiplies the pairs.
 #pragma once
 #include "cuda/schedule.cuh"
 
@@ -25,9 +25,9 @@ DEVICE void split(const float4& x, float up, uint2& hi, uint2& lo) {
 
 struct Source { const float* at; i64 batch, head, row; };  // (batch, heads, rows, columns) by strides, in elements
 
-// Two warps that split together, `room` in shared memory of theirs, and a named barrier
+// ---- two warps that split rows together, with `room` in shared memory and a named barrier
 struct Team {
-  const u32 room;  // TEAM_BYTES that they tell each other by, then what a Splitter needs
+  const u32 room;  // TEAM_BYTES for what they exchange, then what a Splitter needs
   const int id, thread;
   DEVICE Team(u32 room, int id, int first_warp) : room(room), id(id), thread(threadIdx.x - 32 * first_warp) {}
 
@@ -37,7 +37,7 @@ struct Team {
     group_sync(id, 64);
     return fmaxf(__int_as_float(shared_load(room)), __int_as_float(shared_load(room + 4)));
   }
-  DEVICE int tell(int x) const {  // what the first thread has
+  DEVICE int broadcast(int x) const {  // what the first thread has
     if (thread == 0) shared_store(room + 8, x);
     group_sync(id, 64);
     return shared_load(room + 8);
@@ -46,8 +46,9 @@ struct Team {
 };
 constexpr int TEAM_BYTES = 16;
 
-// The pairs of COUNT rows, by a team. STRICT: whether a row, or a warp's half of a column, that would lose bits makes the
-// unit NaN. VECTOR: rows begin on 16 bytes, and end on them.
+// ---- a team makes the pairs of COUNT rows: copies them to shared memory, finds the largest element, splits by its
+// unit. STRICT: a row, or a warp's half of a column, that would lose bits makes the unit NaN. VECTOR: rows begin and
+// end on 16 bytes.
 template <int COLUMNS, int COUNT, bool VECTOR, bool STRICT> struct Splitter {
   static constexpr int PITCH = ceil_div(COLUMNS, 8) * 8;
   static constexpr int LANES = PITCH > 64 ? 32 : PITCH > 32 ? 16 : PITCH > 16 ? 8 : PITCH > 8 ? 4 : 2;  // threads a row

@@ -1,4 +1,4 @@
-// The copy engine: tiles of a 4-d tensor (columns, rows, heads, batch) into swizzled shared memory, and back.
+// TMA, the copy engine: tiles of a 4-d tensor (columns, rows, heads, batch) into swizzled shared memory, and back.
 #pragma once
 #include "cuda/ptx.cuh"
 
@@ -7,8 +7,8 @@ struct TwoMaps { TensorMap at[2]; };  // of chunks, and of a narrower last one
 DEVICE const TensorMap* address(const TensorMap& map) { return &map; }
 DEVICE const TensorMap* address(const TwoMaps& maps) { return maps.at; }
 
-// What L2 is told of a tile: read once, or by many (as createpolicy encodes evict_first and evict_last)
-constexpr u64 ONCE = 0x12f0000000000000, OFTEN = 0x14f0000000000000;
+// L2 cache hints, as createpolicy encodes evict_first and evict_last: a tile is read once, or by many blocks
+constexpr u64 EVICT_FIRST = 0x12f0000000000000, EVICT_LAST = 0x14f0000000000000;
 
 DEVICE void tma_load(u32 to, const TensorMap* map, u32 bar, u64 keep, int column, int row, int head, int batch) {
   asm volatile(
@@ -20,7 +20,8 @@ DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row, int h
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];"
                ::"l"(map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
-// Of a thread's stores: they are all there; shared memory has been read; global memory has been written
+// A thread's bulk stores: commits them as a group; waits until shared memory has been read; until memory has been
+// written
 DEVICE void stores_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
@@ -46,8 +47,8 @@ template <int COLUMNS, int ROWS, int WIDTH, int LAST = 0> struct Staged {
   static DEVICE constexpr int chunk(int k) { return LAST && k >= wide ? wide_bytes : k / per_chunk * chunk_bytes; }
   static DEVICE int swizzled(int row, int k, int half) {
     if (LAST && k >= wide) return Last::swizzled(row, k - wide, half);
-    const int turn = WIDTH == 64 ? row & 7 : WIDTH == 32 ? (row >> 1) & 3 : (row >> 2) & 1;
-    return row * row_bytes + (((k % per_chunk * 2 + half) ^ turn) << 4);
+    const int phase = WIDTH == 64 ? row & 7 : WIDTH == 32 ? (row >> 1) & 3 : (row >> 2) & 1;
+    return row * row_bytes + (((k % per_chunk * 2 + half) ^ phase) << 4);
   }
 };
 

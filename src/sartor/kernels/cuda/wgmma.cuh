@@ -1,5 +1,5 @@
-// Warpgroup matrix products: ordering, shared-memory descriptors, operands. The instructions themselves, one struct
-// Wgmma<N> a width, are generated (wgmma.py): their operand lists depend on N.
+// wgmma, the products of a warpgroup: ordering, shared-memory descriptors, operands. The instructions themselves, a
+// struct Wgmma<N> for each width, are generated (wgmma.py): their operand lists depend on N.
 #pragma once
 #include "cuda/ptx.cuh"
 #include "cuda/tma.cuh"
@@ -15,23 +15,23 @@ template <class Tile> DEVICE u64 descriptor(u32 low) {
   asm("mov.b64 %0, {%1, %2};" : "=l"(x) : "r"(low), "r"(high));
   return x;
 }
-// low word for rows along the product's K dim (Q, K of Q K^T) ...
+// The low word of an operand whose columns are the product's K dim (Q and K of Q K^T) ...
 DEVICE u32 along_k(u32 address) { return (16 >> 4 << 16) | (address >> 4); }
-// ... and for rows across it (V of P V), whose chunks of columns lie a chunk apart
+// ... and of one whose rows are (V of P V): its chunks of columns lie a chunk apart
 template <class Tile> DEVICE u32 across_k(u32 address) { return (u32(Tile::chunk_bytes >> 4) << 16) | (address >> 4); }
 // how far the k-th sixteen columns are, in descriptor units
 template <class Tile> DEVICE constexpr u32 step_k(int k) {
   constexpr int per_chunk = Tile::row_bytes / 32;
   return (k / per_chunk * Tile::chunk_bytes + k % per_chunk * 32) >> 4;
 }
-template <class Tile> DEVICE u64 sixteen(u32 low, int k) {  // the k-th sixteen columns as an operand
+template <class Tile> DEVICE u64 operand(u32 low, int k) {  // the k-th sixteen columns as an operand
   if (k < Tile::wide) return descriptor<Tile>(low + step_k<Tile>(k));
   return descriptor<typename Tile::Last>(low + (Tile::wide_bytes >> 4) + step_k<typename Tile::Last>(k - Tile::wide));
 }
 
-// Of four neighbouring threads, `quarter` the number of this one, the b-th gets the b-th words of all: what they have of a
-// row, pairs of columns eight apart, becomes 16 bytes each
-DEVICE void turn(u32 (&a)[4], int quarter) {
+// Four neighbouring threads transpose 4x4 words; this one is number `quarter`. What they have of a row, pairs of
+// columns eight apart, becomes 16 bytes each
+DEVICE void transpose_words(u32 (&a)[4], int quarter) {
   u32 y = quarter & 1 ? a[0] : a[1], z = quarter & 1 ? a[2] : a[3];
   y = __shfl_xor_sync(ALL, y, 1), z = __shfl_xor_sync(ALL, z, 1);
   if (quarter & 1) a[0] = y, a[2] = z; else a[1] = y, a[3] = z;

@@ -18,9 +18,10 @@
 // of them.
 //
 // The config, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
-// swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its own),
-// MASK, TOLD, ORDERED, PERSISTENT (cuda/backward.cuh), SCORE (of scores: 0 no change, 1 one whose derivative is 1, 2 any), BF16; PREPROCESS
-// (whether `preprocess` is in this text too) and for it WIDE (whether out has float32).
+// swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its
+// own), MASK, SHARED_SPANS, ORDERED, PERSISTENT (cuda/backward.cuh), SCORE (of scores: 0 no change, 1 one whose
+// derivative is 1, 2 any), BF16; PREPROCESS (whether `preprocess` is in this text too) and for it WIDE (whether out has
+// float32).
 #pragma once
 #include "cuda/gradient.cuh"
 #include "cuda/wgmma.cuh"
@@ -35,15 +36,15 @@ constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = G
 constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, of a warpgroup and of a warp
 constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's last three products, not the second
 
-// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, dS of two tiles (FUSED), of each stage lse and
-// delta of its rows (KEYS), intervals of the held rows (TOLD), barriers, room to begin on 1024
+// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, dS of two tiles (FUSED), of each stage lse
+// and delta of its rows (KEYS), intervals of the held rows (SHARED_SPANS), barriers, room to begin on 1024
 using DsTile = Staged<64 * GROUPS, BLOCK, 64>;  // dS, queries by keys: a chunk a warpgroup
 constexpr int AT_STAGES = HELD * GROUPS * Held::bytes, STAGE_BYTES = (2 - APART) * Tile::bytes;
 constexpr int AT_Y = AT_STAGES + STAGES * STAGE_BYTES;  // APART
 constexpr int AT_DS = AT_Y + APART * Tile::bytes;
 constexpr int AT_ROWS = AT_DS + FUSED * 2 * DsTile::bytes, DELTA = 4 * BLOCK, ROWS_BYTES = KEYS ? 8 * BLOCK : 0;
-constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + TOLD * (1 + PERSISTENT) * (16 * 64 * GROUPS + 16 * PERSISTENT);
-#if TOLD
+constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + SHARED_SPANS * (1 + PERSISTENT) * (16 * 64 * GROUPS + 16 * PERSISTENT);
+#if SHARED_SPANS
 constexpr int AT_SPANS = AT_ROWS + STAGES * ROWS_BYTES;
 static_assert(AT_SPANS == OFFSET_SPANS);
 #endif
@@ -99,8 +100,8 @@ DEVICE void load(u32 base, Task task) {  // one warp; its first thread orders ti
     if (lead) {
       for (int g = 0; g < GROUPS; g++) {
         const u32 to = base + HELD * g * Held::bytes;
-        Held::load(to, &t.held_x, bar, ONCE, task.first + 64 * g, task.head, task.batch);
-        if (DX) Held::load(to + Held::bytes, &t.held_y, bar, ONCE, task.first + 64 * g, task.head, task.batch);
+        Held::load(to, &t.held_x, bar, EVICT_FIRST, task.first + 64 * g, task.head, task.batch);
+        if (DX) Held::load(to + Held::bytes, &t.held_y, bar, EVICT_FIRST, task.first + 64 * g, task.head, task.batch);
       }
     }
   };
@@ -109,13 +110,13 @@ DEVICE void load(u32 base, Task task) {  // one warp; its first thread orders ti
     rings.tiles.await_empty();
     const u32 to = base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES;
     if (lead) {
-      Tile::load(to, &t.x, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
-      if (!APART) Tile::load(to + Tile::bytes, &t.y, rings.tiles.full(), OFTEN, BLOCK * j, head, task.batch);
+      Tile::load(to, &t.x, rings.tiles.full(), EVICT_LAST, BLOCK * j, head, task.batch);
+      if (!APART) Tile::load(to + Tile::bytes, &t.y, rings.tiles.full(), EVICT_LAST, BLOCK * j, head, task.batch);
     }
     rings.tiles.next();
 #if APART
     rings.y.await_empty();
-    if (lead) Tile::load(base + AT_Y, &t.y, rings.y.full(), OFTEN, BLOCK * j, head, task.batch);
+    if (lead) Tile::load(base + AT_Y, &t.y, rings.y.full(), EVICT_LAST, BLOCK * j, head, task.batch);
     rings.y.next();
 #endif
   });
@@ -174,7 +175,7 @@ struct Consumer : Worker {
   DEVICE void multiply_rows(float (&to)[BLOCK / 2], u32 held, u32 stepped) {  // to = held rows times stepped rows
     const u32 columns = along_k(stepped), own = along_k(held);
     UNROLL for (int k = 0; k < STEPS; k++) {
-      const u64 x = sixteen<Held>(own, k), y = sixteen<Tile>(columns, k);
+      const u64 x = operand<Held>(own, k), y = operand<Tile>(columns, k);
       k ? Wgmma<BLOCK>::ss<false>(to, x, y) : Wgmma<BLOCK>::ss<true>(to, x, y);
     }
     wgmma_commit();
@@ -191,7 +192,7 @@ struct Consumer : Worker {
   // ---- of one tile
 #if SCORE
   // Scaled scores as the score function has them, and its derivatives, in the place of what they will be multiplied with
-  DEVICE void change(int j, int g) {
+  DEVICE void apply_score(int j, int g) {
     const int first = BLOCK * j + 2 * (lane & 3), head = task.query_head(g);
     UNROLL for (int i = 0; i < BLOCK / 8; i++) {
       const int stepped = opaque(first) + 8 * i;  // in this order: what is made for all pairs at once would be held
@@ -237,7 +238,7 @@ struct Consumer : Worker {
 
 #if FUSED
   DEVICE u32 ds_at(const Ring<2>& ring) const { return base + AT_DS + ring.stage() * DsTile::bytes; }
-  DEVICE void tell_ds() {
+  DEVICE void publish_ds() {
     __syncwarp();
     if (lane == 0) barrier_arrive(rings.ds.full());
     rings.ds.next();
@@ -249,7 +250,7 @@ struct Consumer : Worker {
     UNROLL for (int k = 0; k < BLOCK / 16; k++)
       store_matrix_across(to + k * 16 * DsTile::row_bytes, *reinterpret_cast<const u32(*)[4]>(b + 4 * k));
     shared_fence();
-    tell_ds();
+    publish_ds();
   }
   DEVICE void multiply_keys() {  // dq of the tile before: a warpgroup has 64 of 128 queries, or of 128 columns
     constexpr bool rows = BLOCK == 128;
@@ -259,7 +260,7 @@ struct Consumer : Worker {
     const u32 keys = across_k<Held>(base + !rows * group * Held::chunk_bytes);
     wgmma_fence();
     UNROLL for (int k = 0; k < 4 * GROUPS; k++) {
-      const u64 x = sixteen<DsTile>(own, k);
+      const u64 x = operand<DsTile>(own, k);
       const u64 y = descriptor<Held>(keys + (k / 4 * 2 * Held::bytes + k % 4 * 16 * Held::row_bytes >> 4));
       k ? Wgmma<64>::ss<false, true>(dq, x, y) : Wgmma<64>::ss<true, true>(dq, x, y);
     }
@@ -299,7 +300,7 @@ struct Consumer : Worker {
     wgmma_wait<DX>();
     pin(s);
 #if SCORE
-    change(j, g);
+    apply_score(j, g);
 #endif
     weigh();
     // queries past the end have weights of 0, keys past it gradients; without a branch ptxas makes weights after the wait
@@ -321,7 +322,7 @@ struct Consumer : Worker {
   DEVICE void step(int j, int g, bool partial, bool seen) {
     const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
     rings.tiles.await_full();
-    if (!(FUSED && TOLD) || seen) {
+    if (!(FUSED && SHARED_SPANS) || seen) {
       weigh_tile(x, y, j, g, partial);
     } else {  // only the other warpgroup sees something; without any product ptxas would serialise all
       UNROLL for (int i = 0; i < BLOCK / 4; i++) a[i] = b[i] = 0;
@@ -377,7 +378,7 @@ struct Consumer : Worker {
     barrier_wait(rings.held, 0);
 #endif
 #if FUSED
-    tell_ds();  // before the first tile there are none: what is multiplied is not added
+    publish_ds();  // before the first tile there are none: what is multiplied is not added
 #endif
 #pragma unroll 1
     for (int g = 0; g < task.rounds(); g++) {
@@ -420,9 +421,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_
   task.jobs = Ring<2>(base + AT_JOBS_END - 32);
 #else
   Task task = Task::number(blockIdx.x, t, n, aux);
-#if TOLD
+#if SHARED_SPANS
   task.spans = base + AT_SPANS;
-  if (threadIdx.x < 64 * GROUPS) task.tell_span(threadIdx.x);  // before all wait for each other
+  if (threadIdx.x < 64 * GROUPS) task.write_span(threadIdx.x);  // before all wait for each other
 #endif
 #endif
   const auto bring = [&](int warp) {
@@ -433,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_
     if (warp == 3) task.claim();
 #endif
   };
-  divide<Rings>(base, bring, [&](int group) { Consumer(task, base, group).run(); });
+  specialize_warps<Rings>(base, bring, [&](int group) { Consumer(task, base, group).run(); });
 }
 
 #if FUSED

@@ -85,7 +85,7 @@ MAPPED = ("held_x", "held_y", "x", "y")  # parameters
 DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
 BOTH = 128  # columns of which registers hold dk and dv
 CHANGE = 32  # registers that a change of scores takes
-AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
+REPAIR_TILE = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
 
 class HopperBackward(TritonBackward):
@@ -140,7 +140,7 @@ class HopperBackward(TritonBackward):
 
     def repairs(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
         """The launches of `triton_backward` over what was marked."""
-        steps = self.steps(replace(plan, tile=AGAIN), x, saved, work, {})
+        steps = self.steps(replace(plan, tile=REPAIR_TILE), x, saved, work, {})
         return [step for step in steps if step.name.endswith("repair")]
 
     def notes(self, p: Problem) -> Iterable[str]:
@@ -171,7 +171,7 @@ def mask(p: Problem) -> int:
     return 0 if p.program.keep is None else 1 if p.program.is_interval_both_ways else 2
 
 
-def told(p: Problem, keys: bool) -> bool:
+def from_tables(p: Problem, keys: bool) -> bool:
     """Whether tables tell the intervals of held rows, to all heads alike."""
     return p.program.tells(p.program.cols if keys else p.program.rows)
 
@@ -266,12 +266,14 @@ class Config:
     @property
     def stages(self) -> int:
         """Pairs of tiles stepped over that shared memory has room for."""
-        return max((n for n in (1, 2, 3, 4) if self.laid_out(n, self.near_spans).size <= arch.SHARED_BYTES), default=0)
+        return max(
+            (n for n in (1, 2, 3, 4) if self.laid_out(n, self.shared_spans).size <= arch.SHARED_BYTES), default=0
+        )
 
     @property
     def ordered(self) -> bool:
         """Whether a table says which block begins when."""
-        return told(self.p, self.keys)
+        return from_tables(self.p, self.keys)
 
     @property
     def persistent(self) -> bool:
@@ -279,14 +281,14 @@ class Config:
         return self.fused and self.ordered
 
     @property
-    def near_spans(self) -> bool:
+    def shared_spans(self) -> bool:
         """Whether intervals of held rows, which tables tell, are in shared memory: where it leaves two stages."""
-        return told(self.p, self.keys) and self.laid_out(2, True).size <= arch.SHARED_BYTES
+        return from_tables(self.p, self.keys) and self.laid_out(2, True).size <= arch.SHARED_BYTES
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
-        return self.laid_out(self.stages, self.near_spans).size
+        return self.laid_out(self.stages, self.shared_spans).size
 
     def laid_out(self, stages: int, spans: bool) -> Layout:
         """Shared memory with so many stages: held tiles, stepped tiles, dS of two, what goes with rows, intervals
@@ -311,9 +313,9 @@ class Config:
             "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages, "APART": int(self.apart),
             "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
             "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
-            "MASK": mask(p), "TOLD": int(self.near_spans), "ORDERED": int(self.ordered),
+            "MASK": mask(p), "SHARED_SPANS": int(self.shared_spans), "ORDERED": int(self.ordered),
             "PERSISTENT": int(self.persistent),
-        } | self.laid_out(self.stages, self.near_spans).defines()  # fmt: skip
+        } | self.laid_out(self.stages, self.shared_spans).defines()  # fmt: skip
 
     @property
     def blocks(self) -> int:
@@ -525,7 +527,7 @@ class Ready:
         }
         if self.tensors:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
-        if not launch.again(changed, plan.cache, self.key):
+        if not launch.repeat(changed, plan.cache, self.key):
             work = made | {"dout": saved.dout}
             work |= {name: rows(self.room, room, name, p) for name in ("delta", "lse_log2")}
             work |= {name: self.room.view(room, name, dtype=torch.int32) for name in ("bad_q", "bad_kv")}

@@ -1,9 +1,11 @@
-// Attention forward for Hopper (sm_90a): TMA brings tiles, a scheduler and a loader order them, warpgroups compute.
+// Attention forward of float16 and bfloat16 for Hopper (sm_90a). A block is persistent. Its producer warpgroup has the
+// tile scheduler, which finds query tiles, and the loader, which brings tiles by TMA; one to three consumer warpgroups
+// multiply.
 //
-// A consumer warpgroup owns 64 query rows. While the tensor cores multiply this tile's Q K^T and the last tile's P V, it
-// turns the scores it has into weights, in registers (Shah et al. 2024, FlashAttention-3, sections 3.1 and 3.2). Blocks
-// are persistent: the first product of the next query tile goes along with the last one of this, where there is room for
-// both tiles of queries.
+// A consumer warpgroup owns 64 query rows. In its mainloop this key tile's Q K^T and the last one's P V are under way
+// together, and the softmax of the new scores runs beside P V (Shah et al. 2024, FlashAttention-3, sections 3.1 and
+// 3.2). The first product of the next query tile goes along with the last one of this, where there is room for both
+// tiles of queries.
 //
 // Beside the config of cuda/forward.cuh: DIM (a multiple of 16; DIM_V is one of 8), WIDTH, WIDTH_V (columns a swizzled
 // chunk), LAST (columns of a narrower last chunk of q and k, or 0), HELD (of q, how many times 16 columns are held in
@@ -24,16 +26,18 @@ constexpr int STEPS = DIM / 16;
 constexpr bool Q_REGISTERS = HELD == STEPS;  // all of q: its place is free for the next at once
 constexpr bool LATE = !Q_REGISTERS && STAGES_V < STAGES_K;  // whether values come after the next tile's keys
 constexpr bool EARLY = !AHEAD || SCORE;  // normalisers at once, or when the next product is under way: it wants registers
-// The output as it is staged, in place of a tile that is read no more: q's, or each warpgroup in its part of the last
-// values'; and how many of its chunks there is room for at a time
+// The output is staged where a tile was that is read no more: the queries, or for each warpgroup a share of the last
+// values. CHUNKS: for how many of its chunks there is room at a time
 using OutTile = Staged<DIM_V, 64, WIDTH_V>;
 constexpr int CHUNKS = imin((AHEAD ? QTile::bytes : VTile::bytes / GROUPS) / OutTile::chunk_bytes, OutTile::chunks);
 static_assert(!STAGED || CHUNKS > 0);
-// Without another product beside it too: q has left its place, in which there may be the next where q is in registers
+// Staged also where no other product goes along: q is read no more; where it is in registers, the next one may be in
+// its place
 constexpr bool STAGED_ALONE = STAGED && AHEAD && !Q_REGISTERS;
 static_assert(!SPLIT || (GROUPS == 1 && WIDE && !BALANCED && !LOWER && !SINKS));
 static_assert(AHEAD || !STAGED || !LEAVES);  // all would have to be done with the values it lies over
 
+// ---- consumer warpgroup
 struct Consumer : Worker {
   const float factor, scale;
   Softmax<BLOCK_N, BF16, SINKS, SCORE> softmax;
@@ -50,6 +54,7 @@ struct Consumer : Worker {
   DEVICE Consumer(const Params& t, const Shape& n, const Aux& x, u32 base, int group)
       : Worker(t, n, x, base, group), factor(t.factor), scale(t.scale) {}
 
+  // ---- queries: awaited, and where HELD read into registers
   DEVICE void begin_q() {
     bring_near(j);
     rings.q.await_full();
@@ -65,17 +70,18 @@ struct Consumer : Worker {
   }
   DEVICE void end_q() { release(rings.q.empty()), rings.q.next(); }
 
+  // ---- products
   DEVICE void multiply_qk() {  // s = Q K^T
     const u32 keys = along_k(base + AT_K) + rings.k.stage() * (KTile::bytes >> 4);
     UNROLL for (int k = 0; k < STEPS; k++) {
-      const u64 b = sixteen<KTile>(keys, k);
+      const u64 b = operand<KTile>(keys, k);
 #if HELD
       if (k < HELD) {
         k ? Wgmma<BLOCK_N>::rs<false, false>(s, q + 4 * k, b) : Wgmma<BLOCK_N>::rs<true, false>(s, q, b);
         continue;
       }
 #endif
-      const u64 a = sixteen<QTile>(along_k(q_tile()), k);
+      const u64 a = operand<QTile>(along_k(q_tile()), k);
       k ? Wgmma<BLOCK_N>::ss<false>(s, a, b) : Wgmma<BLOCK_N>::ss<true>(s, a, b);
     }
     wgmma_commit();
@@ -104,6 +110,7 @@ struct Consumer : Worker {
     pass_turn();
   }
 
+  // ---- mainloop: the key tiles of a query tile, from the last to the first
   DEVICE void start() {  // the softmax of a query tile's first key tile
     prepare(s, scale);
     softmax.start(s, factor);
@@ -116,8 +123,8 @@ struct Consumer : Worker {
     UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] = 0.f;
   }
 
-  // One more key tile: whether the weights are right. MASKED, in which rows may see their first key too, is a copy of its
-  // own: what stands in a loop costs even where it is passed by.
+  // A step of the mainloop; false where weights are wrong, whose references were too low. MASKED, in which rows may
+  // also see their first key, is a copy of its own: code in a loop costs even where it is passed by.
   template <bool MASKED> DEVICE bool step() {
     begin_both();
     wgmma_wait<1>();
@@ -127,7 +134,7 @@ struct Consumer : Worker {
       const int2 ends = prepare(s, scale);
       late = softmax.late(ends.x > j * BLOCK_N, ends.y > j * BLOCK_N);
     } else {
-      change(s, scale);
+      apply_score(s, scale);
     }
     guess = softmax.template speculate<MASKED>(s, factor, late);
     const bool wrong = group_any(1 + group, softmax.wrong(guess, 0) || softmax.wrong(guess, 1));
@@ -143,7 +150,7 @@ struct Consumer : Worker {
     bring_near(j - 1);
     pack();
   }
-  DEVICE void repeat_step() {  // where they are wrong
+  DEVICE void repeat_step() {  // with references that are right
     wgmma_fence();
     multiply_qk();
     wgmma_wait<0>();
@@ -171,7 +178,8 @@ struct Consumer : Worker {
     }
   }
 
-  DEVICE void stage(int row, int head, int batch, u32 room) {  // a warp its own rows, the first of which is `row`
+  // ---- epilogue: normalise, mark what is not finite, store from registers or by TMA
+  DEVICE void stage(int row, int head, int batch, u32 room) {  // a warp stages and stores its 16 rows, from `row` on
     const int own = warp * 16 + (lane & 15);
     UNROLL for (int c = 0; c < OutTile::chunks; c += CHUNKS) {
       const int end = imin(c + CHUNKS, OutTile::chunks);
@@ -195,9 +203,9 @@ struct Consumer : Worker {
     }
   }
 
-  struct Done : Finished { int row, head, batch; };  // and the corner of this warp's part of the output
+  struct Done : Finished { int row, head, batch; };  // and the corner of this warp's slice of the output
   DEVICE Done done() const {
-    return {finished(), part.first_query + 16 * warp, head * n.group + part.first_head, batch};
+    return {finished(), slice.first_query + 16 * warp, head * n.group + slice.first_head, batch};
   }
   DEVICE void scale_output(const Done& f) {
     UNROLL for (int r = 0; r < 2; r++)
@@ -229,7 +237,8 @@ struct Consumer : Worker {
     rings.v.next();
   }
 
-  DEVICE void first(bool turn) {  // of a query tile's key tiles, when nothing else is under way
+  // ---- prologue: a query tile's first key tile
+  DEVICE void first(bool turn) {  // when nothing else is under way
     begin_q();
     if (Q_REGISTERS) end_q();
     rings.k.await_full();
@@ -282,8 +291,8 @@ struct Consumer : Worker {
     done_values();
   }
 
-  // A query tile's last product and output, where no other product goes along; whether there is a next tile. `leaves`:
-  // others see more keys, and may wait for these
+  // The end of a query tile where no other product goes along with its last one; returns whether there is a next tile.
+  // `leaves`: other warpgroups see more keys, and may wait for this one to pass over them
   DEVICE bool end_alone(Done& last, bool more, bool leaves) {
     const u32 room = q_tile(), left = rings.q.empty();
     if (AHEAD) {
@@ -303,10 +312,11 @@ struct Consumer : Worker {
     return more;
   }
 
+  // ---- the query tiles of a block
   DEVICE void run() {
     if (!next_job()) return;
     if (PING_PONG && group == 0) group_arrive(8, 256);
-    bool turn = false;  // whether the first product takes one, as those do that others begin along with their last
+    bool turn = false;  // whether the first product takes a turn, as it does where others begin along with their last one
     while (true) {
       skip();
       first(turn);
@@ -333,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_forward(HOPPER_F
   // rounding changes nothing, but a base that the compiler knows costs it registers
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const Params t = PARAMS;
-  const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section, whole, parts, width};
+  const Shape n{heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, section, whole, splits, width};
   const Aux x{AUX_VALUES};
   if (threadIdx.x == 0) Rings::init(base);
   __syncthreads();

@@ -49,7 +49,7 @@ PARAMS = Params(
     sinks="const float*",  # (heads,)
     work="int*",  # [next tile, blocks that are done, -, -], marks
     **strides("out"), **LENGTHS,
-    tiles_head="int", tiles="int", section="int", whole="int", parts="int", width="int",
+    tiles_head="int", tiles="int", section="int", whole="int", splits="int", width="int",
     factor="float", scale="float",
 )  # fmt: skip
 MERGE_PARAMS = Params(
@@ -255,7 +255,7 @@ class Config(Schedule):
     def stuck(self) -> bool:
         """Whether warpgroups could wait for each other for ever: who passes over a key tile holds it until its turn,
         which whoever works on that tile passes on when the next one is there. With one stage it never is."""
-        return self.stages_k == 1 and self.ping_pong and (self.mask > 0 or self.parted)
+        return self.stages_k == 1 and self.ping_pong and (self.mask > 0 or self.last_wave)
 
     @cached_property
     def near(self) -> tuple[int, ...]:
@@ -287,8 +287,8 @@ class Config(Schedule):
             "MASK": mask, "LOWER": int(self.lower),
             "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0),
             "SINKS": int(p.sinks and not self.split), "SPLIT": int(self.split),
-            "BALANCED": int(self.balanced), "PARTS": int(self.parted), "RAGGED": int(p.seqlen_kv % self.block_n != 0),
-            "PING_PONG": int(self.ping_pong),
+            "BALANCED": int(self.balanced), "LAST_WAVE": int(self.last_wave),
+            "RAGGED": int(p.seqlen_kv % self.block_n != 0), "PING_PONG": int(self.ping_pong),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32 or self.split),
             "AHEAD": int(self.ahead), "STAGED": int(self.staged),
         } | self.layout.defines()  # fmt: skip
@@ -344,18 +344,18 @@ class Ready:
         out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
         merge = Merge.of(binary, m, out) if m.split else None
         sms, masked = plan.device.sm_count or 1, p.program.keep is not None
-        deal = m.deal(sms)
+        assigned = m.assign(sms)
         fixed = of_strides("out", launch.strides(out) if merge is None else merge.strides)
         fixed |= {name: getattr(p, name) for name in LENGTHS}
         fixed |= {
-            "tiles_head": deal.tiles_head, "tiles": deal.tiles, "section": m.section,
-            "whole": deal.whole, "parts": deal.parts, "width": deal.width,
+            "tiles_head": assigned.tiles_head, "tiles": assigned.tiles, "section": m.section,
+            "whole": assigned.whole, "splits": assigned.splits, "width": assigned.width,
             "factor": launch.factor(p, p.softmax_scale), "scale": p.softmax_scale,
         } | expressions.arguments(x.aux, p.program)  # fmt: skip
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
         return cls(
-            p, _row(binary, m, x, fixed, min(deal.tiles, sms), merge), bool(p.dim % 8 or p.dim_v % 8),
+            p, _row(binary, m, x, fixed, min(assigned.tiles, sms), merge), bool(p.dim % 8 or p.dim_v % 8),
             bool(expressions.of_tensors(x.aux)), sum((launch.strides(t) for t in (q, k, v)), ()) if masked else (),
             m.marks * m.tile.num_splits,
             (host.maps(q, slice_, width, last), host.maps(k, tile, width, last), host.maps(v, tile, width_v)),

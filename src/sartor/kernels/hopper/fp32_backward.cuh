@@ -1,4 +1,5 @@
-// Attention backward of float32 for Hopper (sm_90a), on pairs of float16 (triton/split.py): one text, two kernels.
+// Attention backward of float32 for Hopper (sm_90a), on hi/lo pairs of float16 (triton/split.py): one text, two
+// kernels.
 //
 // A block holds rows of two operands, X and Y, each of its GROUPS warpgroups 64 of them, and steps over tiles of 64 rows of
 // the other two, x and y. KEYS: it holds keys and values, steps over queries and dout, and computes dk and dv. Otherwise it
@@ -7,14 +8,14 @@
 //
 //     s = X x^T    w = exp2(s - lse)    dp = Y y^T    ds = w (dp - delta)    dy += w y (KEYS)    dx += ds x
 //
-// Three products take the place of one, the small ones first. Scores are short sums. dx and dy are not: what a tile adds
-// starts from zero and is added by an ordinary multiply-add, with the tile's unit (triton/products.py). Warpgroups share
-// tiles and nothing else: while one makes weights, the other multiplies.
+// Three products take the place of one, the small ones first. Scores are short sums, dx and dy long ones: what a tile
+// adds to these starts from zero and is added by an ordinary multiply-add, with the tile's unit (triton/products.py).
+// Warpgroups share tiles and nothing else: while one computes weights, the other multiplies.
 //
-// The config, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH, WIDTH_V
-// (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it take as many
-// registers as the result), STAGES_X, STAGES_Y, MASK, TOLD, ORDERED, PERSISTENT (cuda/backward.cuh), SINKS, REGAINED (what dp is
-// multiplied with, for what was cut off it: triton/split.py).
+// The config, in macros: GROUPS, KEYS, DIM, DIM_V (multiples of 16), COLUMNS, COLUMNS_V (of them in memory), WIDTH,
+// WIDTH_V (of a swizzled chunk), PARTS_X, PARTS_Y (products that a tile's share of dx, dy is made in: all columns of it
+// take as many registers as the result), STAGES_X, STAGES_Y, MASK, SHARED_SPANS, ORDERED, PERSISTENT
+// (cuda/backward.cuh), SINKS, REGAINED (what dp is multiplied with, for what was cut off it: triton/split.py).
 #pragma once
 #include "cuda/split.cuh"
 #include "cuda/wgmma.cuh"
@@ -24,13 +25,13 @@ using YTile = Pair<Staged<DIM_V, 64, WIDTH_V>>;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int SEGMENT = 128;  // rows that share a unit (triton/split.py)
 
-// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, of each stage what goes with its rows,
-// intervals of the held rows (TOLD), barriers, room to begin on 1024
+// ---- layout of shared memory, as Config.laid_out has it: held tiles, stepped tiles, of each stage what goes with its
+// rows, intervals of the held rows (SHARED_SPANS), barriers, room to begin on 1024
 constexpr int AT_HELD_Y = GROUPS * XTile::bytes, AT_X = AT_HELD_Y + GROUPS * YTile::bytes;
 constexpr int AT_Y = AT_X + STAGES_X * XTile::bytes, AT_ROWS = AT_Y + STAGES_Y * YTile::bytes;
 constexpr int DELTA = 256, GAIN = 512, UNITS = KEYS ? 768 : 0, ROWS_BYTES = UNITS + 16;  // bytes from a stage's lse
-constexpr int AT_BARRIERS = AT_ROWS + STAGES_X * ROWS_BYTES + TOLD * 16 * 64 * GROUPS;
-#if TOLD
+constexpr int AT_BARRIERS = AT_ROWS + STAGES_X * ROWS_BYTES + SHARED_SPANS * 16 * 64 * GROUPS;
+#if SHARED_SPANS
 constexpr int AT_SPANS = AT_BARRIERS - 16 * 64 * GROUPS;
 static_assert(AT_SPANS == OFFSET_SPANS);
 #endif
@@ -61,30 +62,32 @@ DEVICE float unit_held(const Task& task, const float* units) {
   return units[(i64(task.batch) * task.heads_held() + task.head) * ceil_div(task.held(), SEGMENT) + task.first / SEGMENT];
 }
 
-DEVICE void load(u32 base, const Task& task) {  // one warp; its first thread orders tiles
+// ---- producer: one warp loads tiles by TMA, one brings what goes with their rows
+DEVICE void load(u32 base, const Task& task) {  // its first thread starts the loads
   const Params& t = task.t;
   const bool lead = (threadIdx.x & 31) == 0;
   Rings rings(base);
   if (lead) {
     for (int g = 0; g < GROUPS; g++) {
       const int row = task.first + 64 * g;
-      XTile::load(base + g * XTile::bytes, &t.held_x, rings.held, ONCE, row, task.head, task.batch);
-      YTile::load(base + AT_HELD_Y + g * YTile::bytes, &t.held_y, rings.held, ONCE, row, task.head, task.batch);
+      XTile::load(base + g * XTile::bytes, &t.held_x, rings.held, EVICT_FIRST, row, task.head, task.batch);
+      YTile::load(base + AT_HELD_Y + g * YTile::bytes, &t.held_y, rings.held, EVICT_FIRST, row, task.head, task.batch);
     }
   }
   task.walk(Nothing{}, [&, rings](int g, int j) mutable {
     const int head = task.other(g);
     rings.x.await_empty();
     const u32 x = base + AT_X + rings.x.stage() * XTile::bytes, y = base + AT_Y + rings.y.stage() * YTile::bytes;
-    if (lead) XTile::load(x, &t.x, rings.x.full(), OFTEN, 64 * j, head, task.batch);
+    if (lead) XTile::load(x, &t.x, rings.x.full(), EVICT_LAST, 64 * j, head, task.batch);
     rings.x.next();
     rings.y.await_empty();
-    if (lead) YTile::load(y, &t.y, rings.y.full(), OFTEN, 64 * j, head, task.batch);
+    if (lead) YTile::load(y, &t.y, rings.y.full(), EVICT_LAST, 64 * j, head, task.batch);
     rings.y.next();
   });
 }
 
-// NaN where pairs do not resolve a row's scores (products.unresolved), whose largest is about lse: `least` is what they do
+// lse, or NaN where pairs do not resolve the row's scores (products.unresolved): the largest, about lse, is below
+// `least`
 DEVICE float resolved(float lse, float least) {
   return fabsf(lse) < (least > 1.f ? least : 0.f) ? __int_as_float(0x7fffffff) : lse;
 }
@@ -122,6 +125,7 @@ DEVICE void bring_rows(u32 base, const Task& task) {
   });
 }
 
+// ---- consumer warpgroup
 struct Consumer : Worker {
   const float noise;
   Rings rings;
@@ -195,7 +199,7 @@ struct Consumer : Worker {
     }
   }
 
-  // ---- of one tile: weights in place of scores
+  // ---- weights and dS
   DEVICE void weigh(float unit, const float (&lse)[2]) {
     const float by = factor * unit;
     const u32 at = rows_at() + 8 * (lane & 3);
@@ -210,7 +214,7 @@ struct Consumer : Worker {
         }
     }
   }
-  DEVICE void differentiate(float unit) {  // score gradients in place of dp
+  DEVICE void differentiate(float unit) {  // dS in place of dp
     const u32 at = rows_at() + DELTA + 8 * (lane & 3);
     UNROLL for (int i = 0; i < 8; i++) {
       float column[2];
@@ -223,6 +227,7 @@ struct Consumer : Worker {
     }
   }
 
+  // ---- mainloop
   DEVICE void step(int j, int g, bool partial) {
     const u32 x = AT_X + rings.x.stage() * XTile::bytes, y = AT_Y + rings.y.stage() * YTile::bytes;
     rings.x.await_full();
@@ -259,7 +264,8 @@ struct Consumer : Worker {
     done_x();
   }
 
-  // EXACT columns of this thread's two rows
+  // ---- epilogue
+  // Stores EXACT columns of this thread's two rows; `lost` where something is not finite
   template <int EXACT, int N> DEVICE void store(const float (&sum)[N], float* to, i64 by_row, float scale, bool& lost) const {
     UNROLL for (int r = 0; r < 2; r++) {
       const int at = first() + row + 8 * r;
@@ -331,13 +337,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_fp32_backward(HO
   const Shape n{heads_kv, group, seqlen_q, seqlen_kv, 0, 0, 0};
   const Aux aux{AUX_VALUES};
   Task task = Task::number(blockIdx.x, t, n, aux);
-#if TOLD
+#if SHARED_SPANS
   task.spans = base + AT_SPANS;
-  if (threadIdx.x < 64 * GROUPS) task.tell_span(threadIdx.x);  // before all wait for each other
+  if (threadIdx.x < 64 * GROUPS) task.write_span(threadIdx.x);  // before all wait for each other
 #endif
   const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);
     if (warp == 1) bring_rows(base, task);
   };
-  divide<Rings>(base, bring, [&](int group) { Consumer(task, base, group).run(); });
+  specialize_warps<Rings>(base, bring, [&](int group) { Consumer(task, base, group).run(); });
 }

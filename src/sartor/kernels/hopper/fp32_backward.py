@@ -54,7 +54,7 @@ PARAMS = Params(
 )  # fmt: skip
 DIMS = range(17, 129)  # the wider of the two: registers hold no more, and less is hardly work for a tensor core
 ROWS = 128  # that a block holds
-AGAIN = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
+REPAIR_TILE = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
 
 class HopperFp32Backward(Fp32Backward):
@@ -93,8 +93,8 @@ class HopperFp32Backward(Fp32Backward):
             sms = plan.device.sm_count or 1
             kernels = plan.cache["hopper"] = [Ready.of(plan.problem, keys, sms, w.made) for keys in (False, True)]
         for i, kernel in enumerate((*kernels, None)):
-            if not launch.again(w.changed, plan.cache, (i, w.key), w.own):
-                sections = self.sections(replace(plan, tile=AGAIN), x, w.saved, self.tensors(plan, x, w), w.pairs)
+            if not launch.repeat(w.changed, plan.cache, (i, w.key), w.own):
+                sections = self.sections(replace(plan, tile=REPAIR_TILE), x, w.saved, self.tensors(plan, x, w), w.pairs)
                 launch.run(sections[i], plan.cache, (i, w.key))
             if kernel is not None:
                 kernel.start(w.pairs, w.changed, expressions.arguments(x.aux, plan.problem.program))
@@ -139,18 +139,18 @@ class Config:
         return next(
             (x, y)
             for x, y in ((3, 3), (3, 2), (2, 2), (2, 1))
-            if self.laid_out(x, y, self.near_spans).size <= arch.SHARED_BYTES
+            if self.laid_out(x, y, self.shared_spans).size <= arch.SHARED_BYTES
         )
 
     @property
-    def near_spans(self) -> bool:
+    def shared_spans(self) -> bool:
         """Whether intervals of held rows, which tables tell, are in shared memory: where there is room."""
-        return hopper_backward.told(self.p, self.keys) and self.laid_out(2, 1, True).size <= arch.SHARED_BYTES
+        return hopper_backward.from_tables(self.p, self.keys) and self.laid_out(2, 1, True).size <= arch.SHARED_BYTES
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
-        return self.laid_out(*self.stages, self.near_spans).size
+        return self.laid_out(*self.stages, self.shared_spans).size
 
     def laid_out(self, stages_x: int, stages_y: int, spans: bool) -> Layout:
         """Shared memory with so many stages: held tiles, tiles stepped over, what goes with rows, intervals of the held
@@ -170,9 +170,9 @@ class Config:
             "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": dim, "DIM_V": dim_v, "COLUMNS": p.dim,
             "COLUMNS_V": p.dim_v, "WIDTH": width, "WIDTH_V": width_v, "PARTS_X": parts_x, "PARTS_Y": parts_y,
             "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": hopper_backward.mask(p),
-            "TOLD": int(self.near_spans), "ORDERED": 0, "PERSISTENT": 0,
+            "SHARED_SPANS": int(self.shared_spans), "ORDERED": 0, "PERSISTENT": 0,
             "SINKS": int(p.sinks), "BLOCK": 64, "REGAINED": f"{split.regained(p.dim_v)!r}f",
-        } | self.laid_out(*self.stages, self.near_spans).defines()  # fmt: skip
+        } | self.laid_out(*self.stages, self.shared_spans).defines()  # fmt: skip
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""

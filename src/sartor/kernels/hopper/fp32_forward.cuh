@@ -1,16 +1,19 @@
-// Attention forward of float32 for Hopper (sm_90a), on pairs of float16 (triton/split.py): x = (hi + lo) * unit.
+// Attention forward of float32 for Hopper (sm_90a), on hi/lo pairs of float16 (triton/split.py): x = (hi + lo) * unit.
 //
-// Three products take the place of one, the small ones first (triton/products.py). The scores' go into one accumulator.
-// P V starts from zero at every key tile, and an ordinary multiply-add, with the tile's unit, adds it to the output: the
-// tensor core's own additions cut off bits, which a sum over all keys would show. The rest is as in hopper_forward.cuh.
+// Three products take the place of one, the small ones first (triton/products.py). Those of Q K^T share an accumulator.
+// P V starts from zero at every key tile, and an ordinary multiply-add, with the tile's unit, adds it to the output:
+// tensor cores truncate what they add, which a sum over all keys would show. The rest is as in hopper/forward.cuh.
 //
-// Nothing is split beforehand. A warp splits its own queries, which are copied while the tile before ends. Keys and values,
-// which many read, are split into global memory by two warps that have nothing else to do, ahead of who needs them, and by
-// all warps before the first product: so most of the time that it takes is hidden behind the products.
+// Nothing is split in a launch before. A warp splits its own queries, which are copied during the end of the query tile
+// before. Keys and values, which many blocks read, are split into global memory ahead of their use: by all warps before
+// the first product, then by two warps of the producer warpgroup. Most of the time that this takes is hidden behind the
+// products.
 //
-// Tiles that pairs do not do are marked, to be computed again. Beside the config of cuda/forward.cuh: DIM (a multiple of
-// 16, as DIM_V is), DIM_EXACT (columns of q and k in memory), WIDTH, WIDTH_V (columns a swizzled chunk), VECTOR (rows
-// begin and end on 16 bytes), AHEAD (the next queries are copied beside the last product), HUGE_SCORE (log2). ROWS is 64.
+// Tiles for which pairs are not accurate enough are marked, to be computed again.
+//
+// Beside the config of cuda/forward.cuh: DIM (a multiple of 16, as DIM_V is), DIM_EXACT (columns of q and k in memory),
+// WIDTH, WIDTH_V (columns a swizzled chunk), VECTOR (rows begin and end on 16 bytes), AHEAD (the next queries are copied
+// beside the last product), HUGE_SCORE (log2). ROWS is 64.
 #pragma once
 
 using QTile = Pair<Staged<DIM, 64, WIDTH>>;
@@ -24,19 +27,20 @@ constexpr bool LEAVES = false;  // its loop ends where its block's last one does
 using SplitK = Splitter<DIM_EXACT, BLOCK_N, VECTOR, false>;
 using SplitV = Splitter<COLUMNS, BLOCK_N, VECTOR, true>;
 constexpr int STEPS = DIM / 16, WARPS = THREADS / 32;
-// Of a thread of the first warpgroup, and of the others, who take what they need; at launch 168, or 128 where there are four
+// Registers of a thread: of the producer warpgroup, which splits, and of the others. At launch all have 168, or 128
+// where there are four warpgroups
 constexpr int WIDE_TILE = BLOCK_N + DIM_V, PARTED = GROUPS == 3 ? 512 : 504;
 constexpr int OTHER_REGISTERS = GROUPS < 3 ? (WIDE_TILE > 128 ? 232 : 216) : WIDE_TILE > 64 ? 96 + (WIDE_TILE + 15) / 16 * 8 : 128;
 constexpr int SPLITTER_REGISTERS = PARTED - (GROUPS == 3 ? 3 : 2) * OTHER_REGISTERS;
-// After what cuda/forward.cuh has in shared memory: units of a stage's keys and values, and room for a team that splits.
-// There is more, in the place of the tiles, before the first tile comes.
+// After what cuda/forward.cuh has in shared memory: units of a stage's keys and values, and room for a team that
+// splits. There is more, in the place of the tiles, before the first tile comes.
 constexpr int AT_UNITS = AT_NEAR + 4 * GROUPS * NEAR_BYTES, AT_ROOM = (AT_UNITS + 8 * STAGES_K + 15) & ~15;
 constexpr int ROOM_BYTES = TEAM_BYTES + (SplitK::bytes > SplitV::bytes ? SplitK::bytes : SplitV::bytes);
 static_assert(AT_UNITS == OFFSET_UNITS && AT_ROOM == OFFSET_ROOM && SHARED_BYTES >= AT_ROOM + ROOM_BYTES);
 constexpr int ROOMS = AT_ROOM / ROOM_BYTES + 1, TEAMS = ROOMS < WARPS / 2 ? ROOMS : WARPS / 2;  // before the first tile
 
-// Keys and values, and the pairs that are made of them, a key tile of one of both at a time. Teams claim these items in the
-// order in which they are wanted, so that what somebody waits for is being worked on, whichever blocks have begun.
+// ---- keys and values are split, a key tile of one of them at a time. Teams of two warps claim these items in the
+// order in which they are needed: what somebody waits for is being worked on, whichever blocks have begun.
 struct Keys {
   const Shape& n;
   Source k, v;
@@ -72,7 +76,7 @@ struct Keys {
     const bool lead = team.thread == 0;
 #pragma unroll 1
     while (true) {
-      const int item = team.tell(lead ? claim(limit) : 0);
+      const int item = team.broadcast(lead ? claim(limit) : 0);
       if (item >= items()) break;
       split_one(item, team);
     }
@@ -89,17 +93,18 @@ struct Keys {
   }
 };
 
-// Brings the queries of a tile to L2 while the one before is worked on, where the mask is an interval: without one it was slower
-DEVICE void expect(const Source& q, const Place& at, const Shape& n) {
+// Prefetches the queries of the next tile to L2, where the mask is an interval: without a mask that was slower
+DEVICE void prefetch_q(const Source& q, const Place& at, const Shape& n) {
 #pragma unroll 1
   for (int i = threadIdx.x & 31; MASK == 1 && VECTOR && i < 64 * GROUPS; i += 32) {
-    const Part part = slice(at.tile, i / 64, n);
-    const int query = part.query(i % 64);
-    const float* from = q.at + at.batch * q.batch + (at.head * n.group + part.first_head) * q.head + query * q.row;
+    const Slice slice = slice_of(at.tile, i / 64, n);
+    const int query = slice.query(i % 64);
+    const float* from = q.at + at.batch * q.batch + (at.head * n.group + slice.first_head) * q.head + query * q.row;
     if (query < n.seqlen_q) global_prefetch(from, 4 * DIM_EXACT);
   }
 }
 
+// ---- consumer warpgroup
 struct Consumer : Worker {
   const Source& q;
   const float factor, scale, noise;  // noise: products.unresolved for units of 1, in what it allows
@@ -115,15 +120,15 @@ struct Consumer : Worker {
       : Worker(t, n, x, base, group), q(q), factor(t.factor), scale(t.scale), noise(t.noise), marks(t.marks),
         softmax(SCORE || PRESCALE ? 1.f : scale) {}
 
-  // A warp's 16 queries, in fours of columns, COPIES a thread. They are copied to where their pairs will be, once nobody
-  // reads the last ones any more, and split in place: a thread reads what it copied itself.
+  // ---- queries: a warp copies its 16 rows, four columns at a time, COPIES times a thread, to where their pairs will
+  // be once the last ones are read no more, and splits them in place: a thread reads what it copied itself.
   static constexpr int FOURS = DIM / 4, COPIES = 16 * FOURS / 32, PER_CHUNK = 16 * QTile::row_bytes / 512;
   DEVICE u32 copied(int i, int lane) const {
     return q_tile() + warp * 16 * QTile::row_bytes + i / PER_CHUNK * QTile::chunk_bytes + i % PER_CHUNK * 512 + 16 * lane;
   }
   DEVICE void fetch_q() {
-    const int lane = opaque(this->lane), first = part.query(warp * 16), last = n.seqlen_q - 1;
-    const float* from = q.at + batch * q.batch + (head * n.group + part.first_head) * q.head;
+    const int lane = opaque(this->lane), first = slice.query(warp * 16), last = n.seqlen_q - 1;
+    const float* from = q.at + batch * q.batch + (head * n.group + slice.first_head) * q.head;
     group_sync(1 + group, 128);
 #pragma unroll 2
     for (int i = 0; i < COPIES; i++) {  // rows past the end are the last once more
@@ -152,6 +157,7 @@ struct Consumer : Worker {
     group_sync(1 + group, 128);
   }
 
+  // ---- products
   template <bool ZERO> DEVICE void multiply_qk(u32 queries, u32 keys) {
     UNROLL for (int k = 0; k < STEPS; k++) {
       const u64 a = descriptor<QTile>(queries + step_k<QTile>(k)), b = descriptor<KTile>(keys + step_k<KTile>(k));
@@ -205,7 +211,8 @@ struct Consumer : Worker {
     UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] = fmaf(share[i], v_unit, o[i]);
   }
 
-  DEVICE float prepare() {  // returns what is left of the unit
+  // ---- mainloop
+  DEVICE float prepare() {  // scores with the mask; returns the unit by which they are still to be multiplied
     const float unit = larger(q_unit * k_unit, LEAST);
     most = larger(most, k_unit);
     Worker::prepare(s, scale * unit);
@@ -240,7 +247,8 @@ struct Consumer : Worker {
     pack();
   }
 
-  // Whether pairs do not do for a row (products.unresolved, products.huge), whose maximum the softmax knows to `slack`
+  // ---- epilogue
+  // Whether pairs do not resolve a row (products.unresolved, products.huge), whose maximum the softmax knows to `slack`
   DEVICE bool lost(const Finished& f) const {
     constexpr float slack = Weights::limit - Weights::margin;
     const float off = q_unit * most * noise;
@@ -322,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_fp32(HOPPER_FP32
         keys.await(base + AT_UNITS + 8 * stage, tile, head, batch);
       });
     if (warp == 1 || warp == 2) keys.split_some(keys.items(), Team(base + AT_ROOM, 8, 1));
-    if (warp == 3) schedule(base, t, n, x, [&](const Place& at) { expect(queries, at, n); });
+    if (warp == 3) schedule(base, t, n, x, [&](const Place& at) { prefetch_q(queries, at, n); });
   } else {
     registers_more<OTHER_REGISTERS>();
     Consumer(t, queries, n, x, base, warp / 4 - 1).run();

@@ -118,8 +118,8 @@ class HopperFp32:
         }  # fmt: skip
         if any(isinstance(value, torch.Tensor) for value in x.aux):
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
-        if not launch.again(changed, plan.cache, "again"):
-            launch.run(fp32_forward.SPEC.again(ready.portable, x, results), plan.cache, "again")
+        if not launch.repeat(changed, plan.cache, "marked"):
+            launch.run(fp32_forward.SPEC.over_marked(ready.portable, x, results), plan.cache, "marked")
         return results.out, lse
 
     def notes(self, p: Problem) -> Iterable[str]:
@@ -159,7 +159,7 @@ class Config(hopper_forward.Config):
         return 1
 
     @property
-    def parted(self) -> bool:
+    def last_wave(self) -> bool:
         """Never: few problems would gain."""
         return False
 

@@ -1,5 +1,5 @@
-// The results of KV splits merged: one weighs exp(lse - total) (Dao, Haziza, Massa and Sizov
-// 2023, Flash-Decoding). A block makes 128 columns of a row of the output; each of its four warps takes every fourth split.
+// The results of KV splits merged: one weighs exp(lse - total) (Dao, Haziza, Massa and Sizov 2023, Flash-Decoding). A
+// block makes 128 columns of a row of the output; each of its four warps takes every fourth split.
 #pragma once
 
 struct Merge {

@@ -1,8 +1,9 @@
-// In which order blocks begin where intervals come from tables: those that step over most tiles first, by powers of two, so
-// that none is left alone at the end. Among equals neighbours stay together, which step over the same tiles: those are in
-// the L2 cache then. Of a block's rows the first and the last one are looked at, which for an order is enough.
+// The order of a backward's blocks where intervals come from tables (ORDERED): those with most tiles to visit begin
+// first, by powers of two, so that none is left alone at the end. Among equals, neighbours stay together: they visit
+// the same tiles, which are then in L2. Only the first and the last of a block's rows are looked at, which is enough
+// for an order.
 //
-// One block does it, by a counting sort: each warp counts and places neighbouring blocks.
+// One block sorts, by counting: each warp counts and places neighbouring blocks.
 #pragma once
 
 constexpr int SORTERS = 32, BUCKETS = 32;  // warps; bucket b has the blocks of 2^(31 - b) tiles on

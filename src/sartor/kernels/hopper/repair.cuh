@@ -1,12 +1,12 @@
-// Rows that came out non-finite, computed again with care: a masked key is not looked at, so its NaN reaches nothing,
-// while NaN and Inf that a row attends to do what they do in the definition. Plain float32 arithmetic. A warp does its own
-// rows again, after all its tiles: it mostly has nothing to do.
+// NaN repair: rows that came out not finite under a mask are computed again. Masked keys are not read, so that a NaN of
+// theirs reaches nothing; NaN and infinities that a row attends to do what they do in the definition. Plain float32
+// arithmetic. After all its query tiles a warp repairs its own rows, mostly none.
 #pragma once
 
 #if MASK
 
-// What a warp has to do again, 16 rows of a slice each: a chain through the workspace, each place of which holds the last
-// before it, plus 1
+// What a warp has marked, 16 rows of a slice each: a list linked through the workspace, where each mark's place holds
+// the mark before it, plus 1
 struct Marks {
   static constexpr int begin = 4;  // after the scheduler's counters
   int last = 0;
@@ -102,11 +102,11 @@ struct Repair {
     static_assert(4 * DIM_EXACT <= 16 * QTile::row_bytes, "a row of q takes the place of the warp's rows");
     const int tiles = ceil_div(n.seqlen_q, 64), heads = n.heads_kv * n.group;
     for (int next = marks.last; next;) {
-      const int slice = (next - 1) / 4, first = slice / tiles, head = first % n.group;
-      const Part part = {(tiles - 1 - slice % tiles) * 64, head};
+      const int index = (next - 1) / 4, first = index / tiles, head = first % n.group;
+      const Slice slice = {(tiles - 1 - index % tiles) * 64, head};
       next = t.work[Marks::begin + next - 1];
       for (int row = 16 * warp; row < 16 * warp + 16; row++)
-        if (part.real(row, n)) run(first / heads, first % heads - head + part.head(row), part.query(row));
+        if (slice.real(row, n)) run(first / heads, first % heads - head + slice.head(row), slice.query(row));
     }
   }
 };

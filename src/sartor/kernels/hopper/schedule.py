@@ -1,6 +1,7 @@
-"""The tile scheduler's cost model: which blocks are given what, in how many KV splits, so that all end soonest.
+"""The tile scheduler's cost model: which tiles and how many KV splits end soonest.
 
-Query tiles are dealt out statically, or claimed, the longest first; those of the last wave may be dealt out in slices.
+Blocks take query tiles in a static order or claim them from a counter, the longest first. In a static order the last
+wave may be split: its tiles go to more blocks, some slices to each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from sartor.device import Device
 from sartor.kernels.spec import Tile
 from sartor.problem import Problem, mask_class
 
-LONG = 8  # whole tiles of a head, at least, where the last tiles are dealt out in parts
+LONG = 8  # whole tiles of a head, at least, where the last wave is split
 STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
 STEP_WIDE = STEP | {1: 1.4}  # of head dims beyond 128
 STEP_MASKED = {1: 1.8, 2: 2.3, 3: 3.0}  # under a mask, where few warpgroups wait for their own chain of products
@@ -25,14 +26,14 @@ SHORTEST = 256  # keys of a KV split
 
 
 @dataclass(frozen=True)
-class Deal:
-    """What blocks are given by number: see `share` in cuda/schedule.cuh."""
+class Assignment:
+    """What blocks compute, by number: see `share` in cuda/schedule.cuh."""
 
-    tiles_head: int  # whole ones, where there are parts
+    tiles_head: int  # whole ones, where the last wave is split
     tiles: int  # numbers in all
-    whole: int
-    parts: int
-    width: int
+    whole: int  # tiles before those that are split
+    splits: int  # of the keys, or of the last wave's tiles
+    width: int  # key tiles, or slices, of each
     time: float  # until the last is done, in units of STEP
 
 
@@ -50,7 +51,7 @@ class Schedule:
 
     @cached_property
     def slices(self) -> int:
-        """Parts of 64 rows that the queries of a key head's heads make."""
+        """Slices of 64 rows that the queries of a key head's heads make."""
         return -(-self.p.seqlen_q // self.rows) * -(-self.p.group // (64 // self.rows))
 
     @cached_property
@@ -77,43 +78,43 @@ class Schedule:
         return self.tile.num_splits > 1
 
     @cached_property
-    def parted(self) -> bool:
-        """Whether the last tiles are dealt out in parts: blocks are given equally many, heads are long enough that to
-        read one again, for a part, is little, and registers suffice."""
+    def last_wave(self) -> bool:
+        """Whether the last wave is split: all blocks have equally many tiles before it, heads are so long that reading
+        one again for a split costs little, and registers suffice."""
         plain = self.mask == 0 and self.p.program.score is None
         return plain and self.groups > 1 and self.slices // self.groups >= LONG
 
-    def deal(self, sms: int) -> Deal:
-        """What so many SMs are given, in parts as wide as ends soonest."""
+    def assign(self, sms: int) -> Assignment:
+        """What so many SMs compute; the last wave is split to the width that ends soonest."""
         heads, wide = self.p.batch * self.p.heads_kv, max(self.dim, self.dim_v) > 128
         step = STEP_WIDE if wide else STEP_MASKED if self.mask else STEP
         tiles_head = -(-self.slices // self.groups)
         if self.split:
             width = -(-self.key_tiles // self.tile.num_splits)
             tiles = tiles_head * heads * self.tile.num_splits
-            return Deal(
+            return Assignment(
                 tiles_head, tiles, tiles, self.tile.num_splits, width, step[self.groups] * math.ceil(tiles / sms)
             )
-        if not self.parted:
+        if not self.last_wave:
             tiles, rounds = tiles_head * heads, tiles_head * heads / sms
             rounds = max(rounds * self.mean(tiles_head), 1.0) if self.mask else math.ceil(rounds)
-            return Deal(tiles_head, tiles, tiles, 0, self.groups, step[self.groups] * rounds)
+            return Assignment(tiles_head, tiles, tiles, 0, self.groups, step[self.groups] * rounds)
         tiles_head, rest = divmod(self.slices, self.groups)
         left, rests = tiles_head * heads % sms, [rest] * heads if rest else []
 
         def last(width: int) -> float:
-            dealt = [min(width, self.groups - i) for i in range(0, self.groups, width)] * left + rests
-            times = [step[slices] for slices in dealt]
-            ends = times[:sms]  # of each SM, which are given them in turns
+            slices = [min(width, self.groups - i) for i in range(0, self.groups, width)] * left + rests
+            times = [step[n] for n in slices]
+            ends = times[:sms]  # of each SM, in rounds of all SMs
             for first in range(sms, len(times), sms):
-                turn = times[first : first + sms]
-                ends[: len(turn)] = map(operator.add, ends, turn)
+                one = times[first : first + sms]
+                ends[: len(one)] = map(operator.add, ends, one)
             return max(ends, default=0.0)
 
         width = min(range(self.groups, 0, -1), key=last)
-        whole, parts = tiles_head * heads - left, left * -(-self.groups // width)
+        whole, splits = tiles_head * heads - left, left * -(-self.groups // width)
         time = step[self.groups] * whole / sms + last(width)
-        return Deal(tiles_head, whole + parts + len(rests), whole, parts, width, time)
+        return Assignment(tiles_head, whole + splits + len(rests), whole, splits, width, time)
 
     def mean(self, tiles_head: int) -> float:
         """Time of a query tile in the mean, as a share of the longest's. Where later rows see more keys, a head's first
@@ -130,7 +131,7 @@ class Schedule:
         sms = dev.sm_count
         if not sms:
             return self.tile
-        groups = min(range(1, self.groups + 1), key=lambda g: replace(self, groups=g).deal(sms).time)
+        groups = min(range(1, self.groups + 1), key=lambda g: replace(self, groups=g).assign(sms).time)
         splits = self.num_splits(sms) if groups == 1 else 1
         return replace(self.tile, block_m=64 * groups, warps=4 * (groups + 1), num_splits=splits)
 

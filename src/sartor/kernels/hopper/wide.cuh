@@ -1,12 +1,12 @@
-// What the two kernels of the wide backward have in common: where the gradients of scores lie between them.
+// What the two kernels of the wide backward have in common: where dS lies in memory between them.
 //
-// They lie in tiles of 64 keys by 64 queries, 8 KB, each as it is in shared memory (`Slopes`), so that one copy without
-// a map brings it there. A launch makes those of some key heads and some tiles of keys. A tile of keys has its own of
-// queries side by side, from the first one that can see it.
+// It lies in tiles of 64 keys by 64 queries, 8 KB, each laid out as in shared memory (`DsTile`), so that one bulk copy
+// without a tensor map brings it there. A launch makes dS of some key heads and some key tiles. A key tile's tiles of
+// dS are side by side, one for each query tile from the first that can see it on.
 #pragma once
 #include "cuda/tma.cuh"
 
-using Slopes = Staged<64, 64, 64>;  // rows are keys
+using DsTile = Staged<64, 64, 64>;  // rows are keys
 
 // The tiles of one launch: of heads of keys from `first_head` on, flat over batches, key tiles [first, first + count)
 struct Piece {

@@ -1,14 +1,14 @@
-// dk and dv of float16 and bfloat16 for Hopper (sm_90a), of head dims up to 256: four products. The gradients of scores
-// are left in memory, from which wide_dq.cuh makes dq: five products in all, and nothing is added by several blocks.
+// dk and dv of float16 and bfloat16 for Hopper (sm_90a), of head dims up to 256: four products. dS goes to memory, from
+// which wide_dq.cuh makes dq: five products in all, and no sum is added to by several blocks.
 //
-// A block has 64 keys of a head. One warpgroup has dv (64 keys by all columns), the other one dk. They step over tiles of
-// 64 queries:
+// A block has 64 keys of a head. One warpgroup sums up dv (64 keys by all columns), the other one dk. Their mainloop
+// visits tiles of 64 queries:
 //
 //     values: s = K Q^T     w = exp2(s - lse)    dv += w dO
 //     keys:   dp = V dO^T   ds = w (dp - delta)  dk += ds Q    ds to memory
 //
-// Weights go from one to the other through shared memory as threads have them. w and ds are A operands as they are. Up
-// to KEPT steps of 16 columns of K and of V are A operands in registers too: products then read less shared memory.
+// Weights go from the one to the other through shared memory, each thread's to the same thread. w and ds are A operands
+// as they are in registers. So are up to KEPT times 16 columns of K and of V: products then read less shared memory.
 //
 // The config, in macros: DIM, DIM_V (multiples of 16), COLUMNS_QK, COLUMNS (in memory, of q and of v), WIDTH, WIDTH_V
 // (of swizzled chunks), STAGES_Q, STAGES_O, KEPT, MASK (0 none, 1 an interval a row), BF16; what cuda/backward.cuh
@@ -27,7 +27,7 @@ constexpr int WEIGHTS = 64 * 64 * 2, ROW = 4 * 64;  // bytes of a tile of weight
 constexpr float LIFT = BF16 ? 0.f : 15.f, LIFTED = BF16 ? 1.f : 32768.f;
 
 constexpr int AT_K = 0, AT_V = OfKeys::bytes, AT_Q = AT_V + OfValues::bytes, AT_O = AT_Q + STAGES_Q * OfKeys::bytes;
-constexpr int AT_W = AT_O + STAGES_O * OfValues::bytes, AT_DS = AT_W + 2 * WEIGHTS, AT_LSE = AT_DS + Slopes::bytes;
+constexpr int AT_W = AT_O + STAGES_O * OfValues::bytes, AT_DS = AT_W + 2 * WEIGHTS, AT_LSE = AT_DS + DsTile::bytes;
 constexpr int AT_DELTA = AT_LSE + STAGES_Q * ROW, AT_BARRIERS = AT_DELTA + STAGES_O * ROW;
 static_assert(AT_V == OFFSET_V && AT_Q == OFFSET_Q && AT_O == OFFSET_O && AT_W == OFFSET_W && AT_DS == OFFSET_DS);
 static_assert(AT_LSE == OFFSET_LSE && AT_BARRIERS == OFFSET_BARRIERS);
@@ -72,7 +72,8 @@ DEVICE int in_piece(const Task& task, const Piece& piece, int g) {  // head of q
   return (task.batch * task.n.heads_kv + task.head - piece.first_head) * task.n.group + g;
 }
 
-// Calls `visit(g, j)` for each tile j of queries of the g-th head that shares the keys
+// ---- producer: two warps load tiles, two bring lse and delta
+// Calls `visit(g, j)` for each query tile j of the g-th head that shares the keys
 template <class Visit> DEVICE void over_tiles(const Task& task, Visit visit) {
 #pragma unroll 1
   for (int g = 0; g < task.rounds(); g++) {
@@ -89,17 +90,17 @@ template <bool SECOND> DEVICE void load(u32 base, const Task& task) {  // one wa
   Rings rings(base);
   const TensorMap *held = SECOND ? &t.v : &t.k, *map = SECOND ? &t.dout : &t.q;
   const u32 to = base + (SECOND ? AT_V : AT_K), at = base + (SECOND ? AT_O : AT_Q);
-  if (lead) Tile::load(to, held, SECOND ? rings.v : rings.k, ONCE, task.first, task.head, task.batch);
+  if (lead) Tile::load(to, held, SECOND ? rings.v : rings.k, EVICT_FIRST, task.first, task.head, task.batch);
   auto ring = pick<SECOND>(rings);
   over_tiles(task, [&, ring](int g, int j) mutable {
     const int head = task.other(g);
     ring.await_empty();
-    if (lead) Tile::load(at + ring.stage() * Tile::bytes, map, ring.full(), OFTEN, 64 * j, head, task.batch);
+    if (lead) Tile::load(at + ring.stage() * Tile::bytes, map, ring.full(), EVICT_LAST, 64 * j, head, task.batch);
     ring.next();
   });
 }
 
-// A warp brings a number for each query of a tile, times `scale`, less `less`; `past` for those past the end: with
+// A warp brings a number for each query of a tile, times `scale`, minus `less`; `past` for those past the end: with
 // lse = +inf their weights are 0
 template <bool SECOND>
 DEVICE void bring_rows(u32 base, const Task& task, const float* from, float scale, float less, float past) {
@@ -122,13 +123,13 @@ DEVICE void bring_rows(u32 base, const Task& task, const float* from, float scal
   });
 }
 
-// What a launch of dq is told under a mask: of each head and tile of keys the tiles of queries that were written; and a
-// tile of zeros in the place of others
-DEVICE void tell(const Task& task, const Piece& piece) {
+// Under a mask, what the launch of dq reads: of each head and key tile, for which query tiles dS was written; and a
+// tile of zeros, which stands for the others
+DEVICE void write_visited(const Task& task, const Piece& piece) {
   const int lane = threadIdx.x & 31;
   if (blockIdx.x == 0)
 #pragma unroll 1
-    for (int i = lane; i < Slopes::bytes / 16; i += 32)
+    for (int i = lane; i < DsTile::bytes / 16; i += 32)
       reinterpret_cast<uint4*>(task.t.zeros)[i] = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
   for (int g = 0; g < task.rounds(); g++) {
@@ -138,6 +139,7 @@ DEVICE void tell(const Task& task, const Piece& piece) {
   }
 }
 
+// ---- consumer warpgroup: the first one has dv, the SECOND dk
 template <bool SECOND> struct Consumer : Worker {
   using Held = Either<SECOND, OfValues, OfKeys>;   // and what is stepped over with it: for scores or dp
   using Other = Either<SECOND, OfKeys, OfValues>;  // for the gradient
@@ -164,6 +166,7 @@ template <bool SECOND> struct Consumer : Worker {
     ring.next();
   }
 
+  // ---- products
   DEVICE void keep_columns() {
     UNROLL for (int k = 0; k < REGISTERED; k++)
       load_matrix(*reinterpret_cast<u32(*)[4]>(kept + 4 * k),
@@ -174,10 +177,10 @@ template <bool SECOND> struct Consumer : Worker {
     pin(s), pin(kept);
     wgmma_fence();
     UNROLL for (int k = 0; k < STEPS; k++) {
-      const u64 b = sixteen<Held>(other, k);
+      const u64 b = operand<Held>(other, k);
       if (k == 0) Wgmma<64>::template rs<true, false>(s, kept, b);
       else if (k < REGISTERED) Wgmma<64>::template rs<false, false>(s, kept + 4 * k, b);
-      else Wgmma<64>::template ss<false>(s, sixteen<Held>(own, k), b);
+      else Wgmma<64>::template ss<false>(s, operand<Held>(own, k), b);
     }
     wgmma_commit();
   }
@@ -192,6 +195,7 @@ template <bool SECOND> struct Consumer : Worker {
     wgmma_commit();
   }
 
+  // ---- weights and dS
   DEVICE void weigh(int j, int g, bool partial) {  // weights in place of scores, 1 at most before they are lifted
     const u32 at = rows_at();
     UNROLL for (int i = 0; i < 8; i++) {
@@ -215,7 +219,7 @@ template <bool SECOND> struct Consumer : Worker {
     if (lane == 0) barrier_arrive(w.full());
     w.next();
   }
-  DEVICE void differentiate() {  // score gradients in place of dp
+  DEVICE void differentiate() {  // dS in place of dp
     w.await_full();
     const u32 from = weights_at(), at = rows_at();
     UNROLL for (int k = 0; k < 4; k++) {
@@ -234,12 +238,12 @@ template <bool SECOND> struct Consumer : Worker {
     }
     done(w);
   }
-  DEVICE void leave(u8* tile) {  // score gradients in memory
+  DEVICE void leave(u8* tile) {  // dS goes to memory
     if (lane == 0) await_stores_read();
     __syncwarp();
     const u32 at = base + AT_DS;
     UNROLL for (int k = 0; k < 4; k++) {
-      const u32 to = at + Slopes::swizzled(16 * warp + (lane & 15), k, lane >> 4);
+      const u32 to = at + DsTile::swizzled(16 * warp + (lane & 15), k, lane >> 4);
       store_matrix(to, *reinterpret_cast<const u32(*)[4]>(a + 4 * k));
     }
     shared_fence();
@@ -247,6 +251,7 @@ template <bool SECOND> struct Consumer : Worker {
     if (lane == 0) bulk_store(tile + 2048 * warp, at + 2048 * warp, 2048), stores_end();
   }
 
+  // ---- mainloop
   DEVICE void step(int j, int g, bool partial, u8* tile) {
     x.await_full();
     multiply_rows();
@@ -277,14 +282,15 @@ template <bool SECOND> struct Consumer : Worker {
 #pragma unroll 1
     for (int g = 0; g < task.rounds(); g++) {
       const Task::Range own = task.range(task.first, 64, g);
-      u8* tile = task.t.ds + Slopes::bytes * piece.tile(in_piece(task, piece, g), first() / 64, 0);
+      u8* tile = task.t.ds + DsTile::bytes * piece.tile(in_piece(task, piece, g), first() / 64, 0);
 #pragma unroll 1
       for (int j = own.begin; j < own.end; j++)
-        step(j, g, ragged || (MASK && (j < own.full_begin || j >= own.full_end)), tile + i64(Slopes::bytes) * j);
+        step(j, g, ragged || (MASK && (j < own.full_begin || j >= own.full_end)), tile + i64(DsTile::bytes) * j);
     }
     finish();
     if (SECOND && lane == 0) await_stores();
   }
+  // ---- epilogue
   DEVICE void finish() {
     const Params& t = task.t;
     const int own = first() + row, end = task.held();
@@ -316,11 +322,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide_dkdv(WIDE_DKDV_PARAMET
     if (warp == 1) load<true>(base, task);
     if (warp == 2) bring_rows<false>(base, task, lse, 1.f, LIFT, INF);
     if (warp == 3) {
-      if (MASK) tell(task, piece);
+      if (MASK) write_visited(task, piece);
       bring_rows<true>(base, task, delta, 1.f / LIFTED, 0.f, 0.f);
     }
   };
-  divide<Rings>(base, bring, [&](int group) {
+  specialize_warps<Rings>(base, bring, [&](int group) {
     const Rings rings(base);
     if (group) Consumer<true>(task, base, rings).run(piece);
     else Consumer<false>(task, base, rings).run(piece);

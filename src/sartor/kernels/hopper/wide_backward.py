@@ -54,7 +54,7 @@ DKDV = Params(
     dk="u16*", dv="u16*",
     marks="int*",  # one for 64 keys of a head
     ds="u8*",  # tiles, see wide.cuh
-    written="int*", zeros="u8*",  # see `tell`
+    written="int*", zeros="u8*",  # see `write_visited`
     **strides("dk"), **strides("dv"), **LENGTHS, factor="float", scale="float", **PIECE,
 )  # fmt: skip
 DQ = Params(
@@ -208,7 +208,7 @@ class OfKeys(Config):
         """Macros by name."""
         p, (stages_q, stages_o) = self.p, self.stages
         return self.common() | {
-            "GROUPS": 1, "KEYS": 1, "BLOCK": 64, "TOLD": 0, "ORDERED": 0, "PERSISTENT": 0,
+            "GROUPS": 1, "KEYS": 1, "BLOCK": 64, "SHARED_SPANS": 0, "ORDERED": 0, "PERSISTENT": 0,
             "DIM_V": self.dims[1], "COLUMNS_QK": p.dim, "COLUMNS": p.dim_v,
             "WIDTH_V": self.widths[1], "STAGES_Q": stages_q, "STAGES_O": stages_o, "KEPT": KEPT,
             "PREPROCESS": 1, "FUSED": 0, "WIDE": int(p.out_dtype == torch.float32),

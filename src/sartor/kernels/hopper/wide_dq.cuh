@@ -1,7 +1,8 @@
-// dq = dS K for Hopper (sm_90a), from the gradients of scores that wide_backward.cuh left in memory: one product.
+// dq = dS K for Hopper (sm_90a), from dS as wide_backward.cuh left it in memory: one product.
 //
-// A block has two tiles of 64 queries, one a warpgroup, of a head, and steps over tiles of 64 keys. Those of a launch may
-// be a part of all keys: sums then go from launch to launch in float32, as threads have them.
+// A block has two tiles of 64 queries of a head, one for each consumer warpgroup, and its mainloop visits tiles of 64
+// keys. Where a launch has some of the keys only, sums go from launch to launch in float32 (`carry`), as threads hold
+// them.
 //
 // The config, in macros: DIM (a multiple of 16), COLUMNS (in memory), WIDTH (of a swizzled chunk), STAGES, MASK (0 none,
 // 1 an interval a row), BF16.
@@ -14,7 +15,7 @@ using Keys = Staged<DIM, 64, WIDTH>;
 using Half = Half16<BF16>;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int SECTION = 16;  // heads of which, under a mask, the longest blocks begin first: cuda/schedule.cuh
-constexpr int STAGE_BYTES = 2 * Slopes::bytes + Keys::bytes, AT_BARRIERS = STAGES * STAGE_BYTES;
+constexpr int STAGE_BYTES = 2 * DsTile::bytes + Keys::bytes, AT_BARRIERS = STAGES * STAGE_BYTES;
 static_assert(AT_BARRIERS == OFFSET_BARRIERS && SHARED_BYTES == AT_BARRIERS + 16 * STAGES + 1024);
 
 struct Rings {
@@ -26,8 +27,8 @@ struct Rings {
   }
 };
 
-// What a block does
-struct Two {
+// ---- what a block does: two query tiles of a head, and the key tiles that they see
+struct TilePair {
   const Params& t;
   const Shape& n;
   const Aux& x;
@@ -36,14 +37,14 @@ struct Two {
   int one, other;         // tiles of queries; one past the end is none
 
   DEVICE int tile(int group) const { return group ? other : one; }
-  struct Part {
+  struct KeyRange {
     int begin, end;
-    DEVICE Part with(const Part& other) const {  // both, and what is between
+    DEVICE KeyRange with(const KeyRange& other) const {  // both, and what is between
       if (begin >= end) return other;
-      return other.begin >= other.end ? *this : Part{imin(begin, other.begin), imax(end, other.end)};
+      return other.begin >= other.end ? *this : KeyRange{imin(begin, other.begin), imax(end, other.end)};
     }
   };
-  DEVICE Part keys(int group) const {  // tiles of those that a warpgroup multiplies
+  DEVICE KeyRange keys(int group) const {  // tiles of those that a warpgroup multiplies
     const int first = 64 * tile(group), end = piece.first + piece.count;
     if (first >= n.seqlen_q) return {end, end};
 #if MASK
@@ -60,12 +61,13 @@ struct Two {
   }
 };
 
-DEVICE void load(u32 base, const Two& pair) {  // one warp; its first thread orders copies
+// ---- producer: one warp, whose first thread starts copies of dS and TMA loads of keys
+DEVICE void load(u32 base, const TilePair& pair) {
   const Params& t = pair.t;
   const int lane = threadIdx.x & 31, head = pair.head / pair.n.group;
   const Piece& piece = pair.piece;
   Ring<STAGES> ring = Rings(base).tiles;
-  const Two::Part a = pair.keys(0), b = pair.keys(1), all = a.with(b);
+  const TilePair::KeyRange a = pair.keys(0), b = pair.keys(1), all = a.with(b);
   int2 written = make_int2(0, 1 << 30);
 #pragma unroll 1
   for (int j = all.begin; j < all.end; j++) {
@@ -77,20 +79,21 @@ DEVICE void load(u32 base, const Two& pair) {  // one warp; its first thread ord
     if (lane == 0) {
       const u32 to = base + ring.stage() * STAGE_BYTES, bar = ring.full();
       const bool first = j >= a.begin && j < a.end, second = j >= b.begin && j < b.end;
-      barrier_expect_more(bar, (first + second) * Slopes::bytes);
+      barrier_expect_more(bar, (first + second) * DsTile::bytes);
       UNROLL for (int g = 0; g < 2; g++)
         if (g ? second : first) {
           const int i = pair.tile(g);
-          const u8* from = i >= lo && i < hi ? t.ds + Slopes::bytes * piece.tile(pair.slot, j, i) : t.zeros;
-          bulk_load(to + g * Slopes::bytes, from, Slopes::bytes, bar);
+          const u8* from = i >= lo && i < hi ? t.ds + DsTile::bytes * piece.tile(pair.slot, j, i) : t.zeros;
+          bulk_load(to + g * DsTile::bytes, from, DsTile::bytes, bar);
         }
-      Keys::load(to + 2 * Slopes::bytes, &t.k, bar, OFTEN, 64 * j, head, pair.batch);
+      Keys::load(to + 2 * DsTile::bytes, &t.k, bar, EVICT_LAST, 64 * j, head, pair.batch);
     }
     ring.next();
   }
 }
 
-DEVICE void multiply(u32 base, const Two& pair, int group) {
+// ---- consumer warpgroup: sums from the launch before, mainloop, epilogue
+DEVICE void multiply(u32 base, const TilePair& pair, int group) {
   const Params& t = pair.t;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, tile = pair.tile(group);
   float sum[DIM / 2];
@@ -102,7 +105,7 @@ DEVICE void multiply(u32 base, const Two& pair, int group) {
     const float4 x = resumes ? carry[128 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
     sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
   }
-  const Two::Part own = pair.keys(group), all = own.with(pair.keys(1 - group));
+  const TilePair::KeyRange own = pair.keys(group), all = own.with(pair.keys(1 - group));
   Ring<STAGES> ring = Rings(base).tiles, before = ring;
   const auto done = [&] {
     __syncwarp();
@@ -116,10 +119,10 @@ DEVICE void multiply(u32 base, const Two& pair, int group) {
   for (int j = own.begin; j < own.end; j++) {
     ring.await_full();
     const u32 at = base + ring.stage() * STAGE_BYTES;
-    const u32 x = across_k<Slopes>(at + group * Slopes::bytes), y = across_k<Keys>(at + 2 * Slopes::bytes);
+    const u32 x = across_k<DsTile>(at + group * DsTile::bytes), y = across_k<Keys>(at + 2 * DsTile::bytes);
     wgmma_fence();
     UNROLL for (int k = 0; k < 4; k++)
-      Wgmma<DIM>::ss<false, true, true>(sum, descriptor<Slopes>(x + (k * 16 * Slopes::row_bytes >> 4)),
+      Wgmma<DIM>::ss<false, true, true>(sum, descriptor<DsTile>(x + (k * 16 * DsTile::row_bytes >> 4)),
                                         descriptor<Keys>(y + (k * 16 * Keys::row_bytes >> 4)));
     wgmma_commit();
     ring.next();
@@ -157,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) wide_dq(WIDE_DQ_PARAMETERS)
   const int flat = first_head * n.group + at.batch;
   // folds: the first and the last tile and so on, which together have as many keys as others under a causal mask
   const int first = folds ? at.tile : 2 * at.tile, last = piece.queries - 1 - at.tile;
-  const Two pair = {t, n, aux, piece, flat / heads_q, flat % heads_q, at.batch, first, folds ? (last > first ? last : piece.queries) : first + 1};
+  const TilePair pair = {t, n, aux, piece, flat / heads_q, flat % heads_q, at.batch, first, folds ? (last > first ? last : piece.queries) : first + 1};
   if (threadIdx.x == 0) Rings(base).init();
   __syncthreads();
   const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);

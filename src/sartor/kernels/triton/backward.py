@@ -88,7 +88,7 @@ class Work(NamedTuple):
     space: torch.Tensor  # the workspace
     made: dict[str, torch.Tensor]  # gradients by name
     pairs: dict[str, Any]
-    changed: dict[str, Any]  # for `launch.again`
+    changed: dict[str, Any]  # for `launch.repeat`
     own: dict[str, dict[str, Any]]
 
 
@@ -167,7 +167,7 @@ class TritonBackward:
         steps = [self._preprocess(p, saved, work)]
         made = [self._dkdv(p, tile, shared, work), self._dq(p, tile.then, shared, work)]
         for step in reversed(made) if self.gains(p) else made:  # dq sums the weights that dk and dv are made of
-            steps += [step, step.careful(plan.device)] if self.marked(p) else [step]
+            steps += [step, step.repair(plan.device)] if self.marked(p) else [step]
         if p.bias_shape is not None:
             steps.append(self._dbias(p, tile, shared, work))
         return steps + table_gradients.steps(p, tile, shared, work, self.gains(p))
@@ -243,7 +243,7 @@ class TritonBackward:
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """dq, dk, dv, dbias, dsinks."""
         w = self.begin(plan, x, saved, "dkdv", "dq")
-        if not launch.again(w.changed, plan.cache, w.key, w.own):
+        if not launch.repeat(w.changed, plan.cache, w.key, w.own):
             launch.run(self.steps(plan, x, w.saved, self.tensors(plan, x, w), w.pairs), plan.cache, w.key)
         return self.gradients(plan, x, w)
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def valid(positions, length, BOUNDED: tl.constexpr):
-    """The positions, those past the end moved to the last one where there may be such: a mod can be looked up there."""
+    """The positions, with those past the end moved to the last one, where masks and scores can be evaluated."""
     return tl.minimum(positions, length - 1) if BOUNDED else positions
 
 

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from sartor.kernels.triton import launch, products, tiles
 from sartor.kernels.triton.gradients import gradient_tile, load_rows, references, row
+from sartor.kernels.triton.groups import Config, Numbers
 
 
 @triton.jit(do_not_specialize=launch.RUNTIME)
@@ -70,9 +71,12 @@ def dbias_kernel(
         if GAINS is not None:
             gain = tl.load(gain_ptr + rows + q_rows, mask=q_rows < seqlen_q, other=1.0)[:, None]
         w, ds, draw, keep = gradient_tile(
-            s, dp, (1, 1, 1, 1), lse[:, None], delta[:, None], gain, True, b, h, q_rows[:, None], kv[None, :], aux,
-            seqlen_q, seqlen_kv, scale, factor,
-            KEEP, SCORE, DSCORE, PRESCALE, PRECISION, True, BOUNDED, DIM, DIM_V, True, GAINS,
+            s, dp, (1, 1, 1, 1), lse[:, None], delta[:, None], gain, True, (b, h, q_rows[:, None], kv[None, :]),
+            Numbers(heads_q=heads_q, group=group, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, scale=scale, factor=factor,
+                    aux=aux),
+            Config(KEEP=KEEP, SPANS=None, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION, MASKED=True,
+                   BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V, UNIT=UNIT,
+                   BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=True, DSCORE=DSCORE, GAINS=GAINS),
         )  # fmt: skip
         total += ds
     _store_dbias(

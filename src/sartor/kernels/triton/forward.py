@@ -46,140 +46,128 @@ if launch.available():
 
     from sartor.kernels.triton import codegen, marks, products, tiles
     from sartor.kernels.triton.bounds import tile_bounds, valid
+    from sartor.kernels.triton.groups import Config, Numbers, Tensors
     from sartor.kernels.triton.maths import LN_2, LOG2_E
 
     @triton.jit
-    def _mainloop(
-        state, lo, hi, full_lo, full_hi, q_base, q_stride, i_m,
-        k_base, v_base, k_stride, v_stride, units, aux, b, h, seqlen_q, seqlen_kv, scale, factor,
-        KEEP: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
-        MASKED: tl.constexpr, BOUNDED: tl.constexpr,
-        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
-    ):  # fmt: skip
+    def _mainloop(state, bounds, i_m, queries, keys, values, b, h, n, c):
         """Fold the key tiles in [lo, hi) into state = (m, l, acc): running maximum (without factor), sum, output.
 
-        Only tiles outside [full_lo, full_hi) evaluate the mask.
+        `bounds` are those of `tile_bounds`: only tiles outside [full_lo, full_hi) evaluate the mask.
         """
         m, l, acc = state
-        o_m, o_kv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-        q_rows = tl.minimum(i_m * BLOCK_M + o_m, seqlen_q - 1)  # for the mods
-        q = products.load_queries(q_base, o_m, q_stride, seqlen_q - i_m * BLOCK_M, DIM, DIM_V, CHUNKS, PRECISION)
-        q_unit, k_units, v_units = units
-        for start in tl.range(lo, hi, BLOCK_N, num_stages=1 if SAFE else None):
+        lo, hi, full_lo, full_hi = bounds
+        q_base, q_stride, q_unit = queries
+        k_base, k_stride, k_units = keys
+        v_base, v_stride, v_units = values
+        o_m, o_kv = tl.arange(0, c.BLOCK_M), tl.arange(0, c.BLOCK_N)
+        q_rows = tl.minimum(i_m * c.BLOCK_M + o_m, n.seqlen_q - 1)  # for the mods
+        left = n.seqlen_q - i_m * c.BLOCK_M
+        q = products.load_queries(q_base, o_m, q_stride, left, c.DIM, c.DIM_V, c.CHUNKS, c.PRECISION)
+        for start in tl.range(lo, hi, c.BLOCK_N, num_stages=1 if c.REPAIR else None):
             k_rows = k_base + tl.cast(start, tl.int64) * k_stride
             v_rows = v_base + tl.cast(start, tl.int64) * v_stride
             kv = start + o_kv
-            key = valid(kv, seqlen_kv, BOUNDED)
-            k = products.load(k_rows, o_kv, k_stride, seqlen_kv - start, DIM, CHUNKS, BOUNDED, PRECISION)
-            s = products.dot_nt(q, k, CHUNKS, PRECISION)  # [M, D] @ [D, N] -> [M, N]
-            s = products.times(s, q_unit, products.unit_of(k_units, start, PRECISION), PRECISION)
-            if PRESCALE:
-                s = s * scale
-            if SCORE is not None:
-                s = SCORE(s, b, h, q_rows[:, None], key[None, :], aux)
-            if MASKED:
-                if (start < full_lo) | (start + BLOCK_N > full_hi) | (MASKED == 2):
-                    keep = kv[None, :] < seqlen_kv
-                    if KEEP is not None:
-                        keep = keep & KEEP(b, h, q_rows[:, None], key[None, :], aux)
+            left = n.seqlen_kv - start
+            key = valid(kv, n.seqlen_kv, c.BOUNDED)
+            k = products.load(k_rows, o_kv, k_stride, left, c.DIM, c.CHUNKS, c.BOUNDED, c.PRECISION)
+            s = products.dot_nt(q, k, c.CHUNKS, c.PRECISION)  # [M, D] @ [D, N] -> [M, N]
+            s = products.times(s, q_unit, products.unit_of(k_units, start, c.PRECISION), c.PRECISION)
+            if c.PRESCALE:
+                s = s * n.scale
+            if c.SCORE is not None:
+                s = c.SCORE(s, b, h, q_rows[:, None], key[None, :], n.aux)
+            if c.MASKED:
+                if (start < full_lo) | (start + c.BLOCK_N > full_hi) | (c.MASKED == 2):
+                    keep = kv[None, :] < n.seqlen_kv
+                    if c.KEEP is not None:
+                        keep = keep & c.KEEP(b, h, q_rows[:, None], key[None, :], n.aux)
                     s = tl.where(keep, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
             base = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows without a key so far
             # difference first: s * factor - m * factor, fused, leaves a remainder beyond exp2 where scores are huge
-            w = tl.exp2((s - base[:, None]) * factor)
-            alpha = tl.exp2((m - base) * factor)
+            w = tl.exp2((s - base[:, None]) * n.factor)
+            alpha = tl.exp2((m - base) * n.factor)
             l = l * alpha + tl.sum(w, 1)
-            acc = tiles.scale_tile(acc, alpha[:, None], CHUNKS_V)
-            if SAFE:
-                keep = tl.broadcast_to(kv[None, :] < seqlen_kv, w.shape)
-                keep = keep & KEEP(b, h, q_rows[:, None], key[None, :], aux)
+            acc = tiles.scale_tile(acc, alpha[:, None], c.CHUNKS_V)
+            if c.REPAIR:
+                keep = tl.broadcast_to(kv[None, :] < n.seqlen_kv, w.shape)
+                keep = keep & c.KEEP(b, h, q_rows[:, None], key[None, :], n.aux)
                 acc = tiles.add_attended(
-                    acc, w, keep, v_base, start, v_stride, seqlen_kv, BLOCK_N, DIM_V, CHUNKS_V
+                    acc, w, keep, v_base, start, v_stride, n.seqlen_kv, c.BLOCK_N, c.DIM_V, c.CHUNKS_V
                 )  # fmt: skip
             else:
-                v = products.load(v_rows, o_kv, v_stride, seqlen_kv - start, DIM_V, CHUNKS_V, BOUNDED, PRECISION)
-                v_unit = products.unit_of(v_units, start, PRECISION)
-                acc = products.add_dot(acc, w, v, v_unit, CHUNKS_V, PRECISION, True)  # [M, N] @ [N, DV] -> [M, DV]
+                v = products.load(v_rows, o_kv, v_stride, left, c.DIM_V, c.CHUNKS_V, c.BOUNDED, c.PRECISION)
+                v_unit = products.unit_of(v_units, start, c.PRECISION)
+                acc = products.add_dot(acc, w, v, v_unit, c.CHUNKS_V, c.PRECISION, True)  # [M, N] @ [N, DV] -> [M, DV]
             m = m_new
         return m, l, acc
 
     @triton.jit
-    def _epilogue(
-        state, sink, scale, PRESCALE: tl.constexpr, CHUNKS_V: tl.constexpr, SINKS: tl.constexpr
-    ):  # fmt: skip
+    def _epilogue(state, sink, scale, c):
         """Normalised output tile and lse, to which the scale comes as one rounding; `sink` is a logit of the row."""
         m, l, acc = state
-        if not PRESCALE:
+        if not c.PRESCALE:
             m = m * scale
-        if SINKS:
+        if c.SINKS:
             top = tl.maximum(m, sink)
             base = tl.where(top == float("-inf"), 0.0, top)
             alpha = tl.exp2((m - base) * LOG2_E)
             l = l * alpha + tl.exp2((sink - base) * LOG2_E)
-            acc = tiles.scale_tile(acc, alpha[:, None], CHUNKS_V)
+            acc = tiles.scale_tile(acc, alpha[:, None], c.CHUNKS_V)
             m = top
         inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
-        return tiles.scale_tile(acc, inverse[:, None], CHUNKS_V), m + tl.log2(l) * LN_2
+        return tiles.scale_tile(acc, inverse[:, None], c.CHUNKS_V), m + tl.log2(l) * LN_2
 
     @triton.jit
-    def _forward_tile(
-        tile, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
-        q_strides, k_strides, v_strides, out_strides,
-        heads_q, group, seqlen_q, seqlen_kv,
-        scale, factor,
-        KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, SINKS: tl.constexpr,
-        PRECISION: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
-        DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-        UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAFE: tl.constexpr,
-    ):  # fmt: skip
+    def _forward_tile(tile, x, n, c):
         """One q tile of one head. Tiles of a head are neighbours in launch order, so its keys stay in L2; the last
         tile, which a causal mask makes the longest, goes first."""
-        n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+        n_tiles = tl.cdiv(n.seqlen_q, c.BLOCK_M)
         i_m = n_tiles - 1 - tile % n_tiles
         head = tile // n_tiles
-        b, h = head // heads_q, head % heads_q
-        b64, h64, first = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(i_m * BLOCK_M, tl.int64)
-        k_base = k_ptr + (b64 * k_strides[0] + (h64 // group) * k_strides[1]) * UNIT
-        v_base = v_ptr + (b64 * v_strides[0] + (h64 // group) * v_strides[1]) * UNIT
-        q_base = q_ptr + (b64 * q_strides[0] + h64 * q_strides[1] + first * q_strides[2]) * UNIT
-        out_base = out_ptr + (b64 * out_strides[0] + h64 * out_strides[1] + first * out_strides[2]) * OUT_UNIT
-        q_stride = products.row_stride(q_strides, UNIT, DIM, PRECISION)
-        k_stride = products.row_stride(k_strides, UNIT, DIM, PRECISION)
-        v_stride = products.row_stride(v_strides, UNIT, DIM_V, PRECISION)
+        b, h = head // n.heads_q, head % n.heads_q
+        b64, h64, first = tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(i_m * c.BLOCK_M, tl.int64)
+        k_base = x.k + (b64 * x.k_strides[0] + (h64 // n.group) * x.k_strides[1]) * c.UNIT
+        v_base = x.v + (b64 * x.v_strides[0] + (h64 // n.group) * x.v_strides[1]) * c.UNIT
+        q_base = x.q + (b64 * x.q_strides[0] + h64 * x.q_strides[1] + first * x.q_strides[2]) * c.UNIT
+        out_base = x.out + (b64 * x.out_strides[0] + h64 * x.out_strides[1] + first * x.out_strides[2]) * c.OUT_UNIT
+        q_stride = products.row_stride(x.q_strides, c.UNIT, c.DIM, c.PRECISION)
+        k_stride = products.row_stride(x.k_strides, c.UNIT, c.DIM, c.PRECISION)
+        v_stride = products.row_stride(x.v_strides, c.UNIT, c.DIM_V, c.PRECISION)
 
-        o_m = tl.arange(0, BLOCK_M)
-        q_rows = i_m * BLOCK_M + o_m
-        present = tl.minimum(q_rows, seqlen_q - 1)
-        lo, hi, full_lo, full_hi = tile_bounds(ROWS, b, h, present, aux, seqlen_kv, BLOCK_N)
-        head_kv = b * (heads_q // group) + h // group
-        q_units = products.head_units(units, 0, head, seqlen_q, PRECISION)
-        k_units = products.head_units(units, 1, head_kv, seqlen_kv, PRECISION)
-        v_units = products.head_units(units, 2, head_kv, seqlen_kv, PRECISION)
-        q_unit = products.unit_of(q_units, i_m * BLOCK_M, PRECISION)
+        o_m = tl.arange(0, c.BLOCK_M)
+        q_rows = i_m * c.BLOCK_M + o_m
+        present = tl.minimum(q_rows, n.seqlen_q - 1)
+        bounds = tile_bounds(c.SPANS, b, h, present, n.aux, n.seqlen_kv, c.BLOCK_N)
+        head_kv = b * (n.heads_q // n.group) + h // n.group
+        q_units = products.head_units(x.units, 0, head, n.seqlen_q, c.PRECISION)
+        k_units = products.head_units(x.units, 1, head_kv, n.seqlen_kv, c.PRECISION)
+        v_units = products.head_units(x.units, 2, head_kv, n.seqlen_kv, c.PRECISION)
+        q_unit = products.unit_of(q_units, i_m * c.BLOCK_M, c.PRECISION)
         state = (
-            tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32),
-            tiles.zeros(BLOCK_M, CHUNKS_V),
+            tl.full((c.BLOCK_M,), float("-inf"), tl.float32), tl.zeros((c.BLOCK_M,), tl.float32),
+            tiles.zeros(c.BLOCK_M, c.CHUNKS_V),
         )  # fmt: skip
         state = _mainloop(
-            state, lo, hi, full_lo, full_hi, q_base, q_stride, i_m,
-            k_base, v_base, k_stride, v_stride, (q_unit, k_units, v_units), aux, b, h, seqlen_q, seqlen_kv,
-            scale, factor, KEEP, SCORE, PRESCALE, PRECISION, MASKED, BOUNDED,
-            DIM, DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, BLOCK_N, SAFE,
+            state, bounds, i_m, (q_base, q_stride, q_unit), (k_base, k_stride, k_units),
+            (v_base, v_stride, v_units), b, h, n, c,
         )  # fmt: skip
         sink = 0.0
-        if SINKS:
-            sink = tl.load(sinks_ptr + h).to(tl.float32)
-        out, lse = _epilogue(state, sink, scale, PRESCALE, CHUNKS_V, SINKS)
-        tiles.store_tile(out_base, o_m, out_strides[2] * OUT_UNIT, seqlen_q - i_m * BLOCK_M, out, DIM_V, CHUNKS_V)
-        tl.store(lse_ptr + tl.cast(head, tl.int64) * seqlen_q + q_rows, lse, mask=q_rows < seqlen_q)
-        if PRECISION == "pairs":
+        if c.SINKS:
+            sink = tl.load(x.sinks + h).to(tl.float32)
+        out, lse = _epilogue(state, sink, n.scale, c)
+        left = n.seqlen_q - i_m * c.BLOCK_M
+        tiles.store_tile(out_base, o_m, x.out_strides[2] * c.OUT_UNIT, left, out, c.DIM_V, c.CHUNKS_V)
+        tl.store(x.lse + tl.cast(head, tl.int64) * n.seqlen_q + q_rows, lse, mask=q_rows < n.seqlen_q)
+        if c.PRECISION == "pairs":
+            lo, hi, _, _ = bounds
             k_unit = products.largest_unit(k_units, lo, hi)
-            top = state[0] * factor
-            lost = products.unresolved(top, q_unit, k_unit, scale, DIM) | products.huge(top)
-            tl.store(bad_ptr + tile, tiles.has_nonfinite(out, CHUNKS_V) | tl.max(lost.to(tl.int32), 0))
-        elif KEEP is not None and not SAFE:
-            tl.store(bad_ptr + tile, tiles.has_nonfinite(out, CHUNKS_V))
+            top = state[0] * n.factor
+            lost = products.unresolved(top, q_unit, k_unit, n.scale, c.DIM) | products.huge(top)
+            tl.store(x.bad + tile, tiles.has_nonfinite(out, c.CHUNKS_V) | tl.max(lost.to(tl.int32), 0))
+        elif c.KEEP is not None and not c.REPAIR:
+            tl.store(x.bad + tile, tiles.has_nonfinite(out, c.CHUNKS_V))
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def forward_kernel(
@@ -191,18 +179,24 @@ if launch.available():
         PRECISION: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
         UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-        AGAIN: tl.constexpr, SAFE: tl.constexpr,
+        ONLY_MARKED: tl.constexpr, REPAIR: tl.constexpr,
     ):  # fmt: skip
-        """One program per tile. With AGAIN, a few programs compute the marked tiles again, with SAFE to repair NaN."""
-        base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, AGAIN, 0)
+        """One program per tile; with ONLY_MARKED a few programs, which compute the marked tiles again."""
+        base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, ONLY_MARKED, 0)
         for first in tl.range(begin, end, step * marks.ROUND, num_stages=1):
-            for i in tl.range(first, marks.last(bad_ptr, first, end, step, AGAIN), step, num_stages=1):
-                if marks.wanted(bad_ptr + base + i, AGAIN):
+            for i in tl.range(first, marks.last(bad_ptr, first, end, step, ONLY_MARKED), step, num_stages=1):
+                if marks.wanted(bad_ptr + base + i, ONLY_MARKED):
                     _forward_tile(
-                        base + i, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
-                        q_strides, k_strides, v_strides, out_strides, heads_q, group, seqlen_q, seqlen_kv,
-                        scale, factor, KEEP, ROWS, SCORE, PRESCALE, SINKS, PRECISION, MASKED, BOUNDED,
-                        DIM, DIM_V, CHUNKS, CHUNKS_V, UNIT, OUT_UNIT, BLOCK_M, BLOCK_N, SAFE,
+                        base + i,
+                        Tensors(q=q_ptr, k=k_ptr, v=v_ptr, out=out_ptr, lse=lse_ptr, sinks=sinks_ptr, bad=bad_ptr,
+                                units=units, q_strides=q_strides, k_strides=k_strides, v_strides=v_strides,
+                                out_strides=out_strides),
+                        Numbers(heads_q=heads_q, group=group, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, scale=scale,
+                                factor=factor, aux=aux),
+                        Config(KEEP=KEEP, SPANS=ROWS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION,
+                               MASKED=MASKED, BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V,
+                               UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=REPAIR, SINKS=SINKS,
+                               OUT_UNIT=OUT_UNIT),
                     )  # fmt: skip
 
 
@@ -278,7 +272,7 @@ class TritonForward:
         """`launches` into given results; `pairs` are (hi, lo) copies of the operands, for kernels that take them so."""
         assert plan.tile is not None
         step = self.step("forward", plan, plan.tile, x, results)
-        return [step, step.careful(plan.device)] if self.marked(plan.problem) else [step]
+        return [step, step.repair(plan.device)] if self.marked(plan.problem) else [step]
 
     def step(
         self, name: str, plan: Plan, tile: Tile, x: Operands, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -312,7 +306,7 @@ class TritonForward:
         }  # fmt: skip
         if any(isinstance(value, torch.Tensor) for value in x.aux):
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
-        if not launch.again(changed, plan.cache, own=launch.own({"q": x.q, "k": x.k, "v": x.v}, pairs, "forward")):
+        if not launch.repeat(changed, plan.cache, own=launch.own({"q": x.q, "k": x.k, "v": x.v}, pairs, "forward")):
             launch.run(self.steps(plan, x, results, pairs), plan.cache)
         return results.out, lse
 

@@ -63,7 +63,7 @@ class Fp32Backward(TritonBackward):
         assert tile is not None
         assert tile.then is not None
         sources = {"q": x.q, "k": x.k, "v": x.v, "dout": work["dout"]}
-        steps = [split.step(name, sources[name], pair, wide=True) for name, pair in pairs.items()]
+        steps = [split.step(name, sources[name], pair, strict=True) for name, pair in pairs.items()]
         steps.append(self._preprocess(p, saved, work))
         halves = replace(x, q=pairs["q"].data, k=pairs["k"].data, v=pairs["v"].data)
         plain = self._shared(plan, x, work["dout"], work) | exact(p)
@@ -72,9 +72,9 @@ class Fp32Backward(TritonBackward):
         for make, fast, slow, most in (  # dq first: it sums the weights that dk and dv are made of
             (self._dq, tile.then, _exact_dq(p, tile.then), widest(p.dim)), (self._dkdv, tile, _exact_dkdv(p, tile), 64)
         ):  # fmt: skip
-            first, again = make(p, fast, paired, work), make(p, slow, plain, work).again(dev, "exact")
-            steps += [first.changed(CHUNKS=tiles.chunks(p.dim, most), CHUNKS_V=tiles.chunks(p.dim_v, most)), again]
-            steps += [again.careful(dev)] if p.program.keep is not None else []
+            first, exact_one = make(p, fast, paired, work), make(p, slow, plain, work).over_marked(dev, "exact")
+            steps += [first.changed(CHUNKS=tiles.chunks(p.dim, most), CHUNKS_V=tiles.chunks(p.dim_v, most)), exact_one]
+            steps += [exact_one.repair(dev)] if p.program.keep is not None else []
         if p.bias_shape is not None:
             steps.append(self._dbias(p, _exact_dkdv(p, tile), plain, work))
         return steps + table_gradients.steps(p, _exact_dkdv(p, tile), plain, work, self.gains(p))

@@ -90,14 +90,14 @@ class Fp32Forward(TritonForward):
         chunks = tiles.chunks(p.dim_v, widest(p.dim_v))
         first = first.changed(units=split.units(pairs), PRECISION="pairs", CHUNKS_V=chunks, **regained(p))
         splits = [split.step(name, getattr(x, name), pair, name == "v") for name, pair in pairs.items()]
-        return [*splits, first, *self.again(plan, x, results)]
+        return [*splits, first, *self.over_marked(plan, x, results)]
 
-    def again(self, plan: Plan, x: Operands, results: Results) -> list[launch.Launch]:
+    def over_marked(self, plan: Plan, x: Operands, results: Results) -> list[launch.Launch]:
         """The launches over what was marked."""
         p, tile, dev = plan.problem, plan.tile, plan.device
         assert tile is not None
-        step = self.step("forward", plan, exact_tile(p, tile), x, results).again(dev, "exact", **exact(p))
-        return [step, step.careful(dev)] if p.program.keep is not None else [step]
+        step = self.step("forward", plan, exact_tile(p, tile), x, results).over_marked(dev, "exact", **exact(p))
+        return [step, step.repair(dev)] if p.program.keep is not None else [step]
 
     def notes(self, p: Problem) -> Iterable[str]:
         """Memory that a call takes besides its results."""

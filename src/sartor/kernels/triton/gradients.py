@@ -28,86 +28,70 @@ def load_rows(lse_base, delta_base, rows, seqlen_q, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def score_tile(
-    s, units, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
-    KEEP: tl.constexpr, SCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-    BOUNDED: tl.constexpr, DIM: tl.constexpr, SAFE: tl.constexpr,
-):  # fmt: skip
-    """(raw scores, scores, factor to log2, keep) of a tile, to which q and kv are broadcastable.
+def score_tile(s, units, partial, at, n, c):
+    """(raw scores, scores, factor to log2, keep) of a tile whose place is `at`, (b, h, q, kv), broadcastable to it.
 
     `units` are those of the factors of s. `keep` is looked at where `partial`.
     """
-    if PRESCALE:
-        s = products.times_regained(s, units[0], units[1], DIM, PRECISION) * scale
+    b, h, q, kv = at
+    factor = n.factor
+    if c.PRESCALE:
+        s = products.times_regained(s, units[0], units[1], c.DIM, c.PRECISION) * n.scale
     else:
-        factor = products.times_regained(factor, units[0], units[1], DIM, PRECISION)
+        factor = products.times_regained(factor, units[0], units[1], c.DIM, c.PRECISION)
     x = s
-    query, key = valid(q, seqlen_q, BOUNDED), valid(kv, seqlen_kv, BOUNDED)
-    if SCORE is not None:
-        x = SCORE(s, b, h, query, key, aux)
-    keep = (q < seqlen_q) & (kv < seqlen_kv)
-    if SAFE:
-        if KEEP is not None:
-            keep = keep & KEEP(b, h, query, key, aux)
+    query, key = valid(q, n.seqlen_q, c.BOUNDED), valid(kv, n.seqlen_kv, c.BOUNDED)
+    if c.SCORE is not None:
+        x = c.SCORE(s, b, h, query, key, n.aux)
+    keep = (q < n.seqlen_q) & (kv < n.seqlen_kv)
+    if c.REPAIR:
+        if c.KEEP is not None:
+            keep = keep & c.KEEP(b, h, query, key, n.aux)
         x = tl.where(keep, x, float("-inf"))
-    elif MASKED:
+    elif c.MASKED:
         if partial:
-            if KEEP is None:
-                keep = (q < seqlen_q) & (kv < seqlen_kv)
+            if c.KEEP is None:
+                keep = (q < n.seqlen_q) & (kv < n.seqlen_kv)
             else:
-                keep = tl.broadcast_to(KEEP(b, h, query, key, aux), s.shape)
-                if BOUNDED:
-                    keep = keep & (q < seqlen_q) & (kv < seqlen_kv)
+                keep = tl.broadcast_to(c.KEEP(b, h, query, key, n.aux), s.shape)
+                if c.BOUNDED:
+                    keep = keep & (q < n.seqlen_q) & (kv < n.seqlen_kv)
             x = tl.where(keep, x, float("-inf"))
     return s, x, factor, keep
 
 
 @triton.jit
-def gradients_of(
-    scores, dp, units, lse, delta, gain, b, h, q, kv, aux, seqlen_q, seqlen_kv,
-    SCORE: tl.constexpr, DSCORE: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, DIM_V: tl.constexpr,
-    SAFE: tl.constexpr, GAINS: tl.constexpr,
-):  # fmt: skip
+def gradients_of(scores, dp, units, lse, delta, gain, at, n, c):
     """(weights, d score, d raw score, keep) of what `score_tile` found, to which lse, delta and gain are broadcastable.
 
-    `units` are those of the factors of dp. SAFE also takes NaN out of what the mask hides.
+    `units` are those of the factors of dp. REPAIR also takes NaN out of what the mask hides.
     """
     s, x, factor, keep = scores
-    query, key = valid(q, seqlen_q, BOUNDED), valid(kv, seqlen_kv, BOUNDED)
-    if GAINS is not None and SCORE is not None:  # lse is the row's highest score: the difference of large ones is exact
+    b, h, q, kv = at
+    query, key = valid(q, n.seqlen_q, c.BOUNDED), valid(kv, n.seqlen_kv, c.BOUNDED)
+    if c.GAINS is not None and c.SCORE is not None:  # lse is the highest score: a difference of large ones is exact
         w = tl.exp2((x - lse) * factor)
     else:
         # a weight is at most 1, however lse was rounded; where a gain corrects it, it may be a little more before
-        most = 0.0 if GAINS is None else 1.0
+        most = 0.0 if c.GAINS is None else 1.0
         w = tl.exp2(tl.minimum(x * factor - lse, most, propagate_nan=tl.PropagateNan.ALL))
-    if GAINS == "given":
+    if c.GAINS == "given":
         w = w * gain
-    ds = w * (products.times_regained(dp, units[0], units[1], DIM_V, PRECISION) - delta)
+    ds = w * (products.times_regained(dp, units[0], units[1], c.DIM_V, c.PRECISION) - delta)
     draw = ds
-    if DSCORE is not None:
-        draw = ds * DSCORE(s, b, h, query, key, aux)
-    if SAFE:
+    if c.DSCORE is not None:
+        draw = ds * c.DSCORE(s, b, h, query, key, n.aux)
+    if c.REPAIR:
         keep = tl.broadcast_to(keep, w.shape)
         w, ds, draw = tl.where(keep, w, 0.0), tl.where(keep, ds, 0.0), tl.where(keep, draw, 0.0)
     return w, ds, draw, keep
 
 
 @triton.jit
-def gradient_tile(
-    s, dp, units, lse, delta, gain, partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
-    KEEP: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr, BOUNDED: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, SAFE: tl.constexpr,
-    GAINS: tl.constexpr,
-):  # fmt: skip
+def gradient_tile(s, dp, units, lse, delta, gain, partial, at, n, c):
     """`gradients_of` the scores of a tile; `units` are those of the factors of s, then of dp."""
-    scores = score_tile(
-        s, (units[0], units[1]), partial, b, h, q, kv, aux, seqlen_q, seqlen_kv, scale, factor,
-        KEEP, SCORE, PRESCALE, PRECISION, MASKED, BOUNDED, DIM, SAFE,
-    )  # fmt: skip
-    return gradients_of(
-        scores, dp, (units[2], units[3]), lse, delta, gain, b, h, q, kv, aux, seqlen_q, seqlen_kv,
-        SCORE, DSCORE, PRECISION, BOUNDED, DIM_V, SAFE, GAINS,
-    )  # fmt: skip
+    scores = score_tile(s, (units[0], units[1]), partial, at, n, c)
+    return gradients_of(scores, dp, (units[2], units[3]), lse, delta, gain, at, n, c)
 
 
 @triton.jit

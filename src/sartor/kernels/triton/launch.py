@@ -18,7 +18,7 @@ from sartor.problem import Problem
 LOG2_E = 1.4426950408889634
 RUNTIME = ("batch", "heads_q", "seqlen_q", "seqlen_kv")  # what a kernel is not compiled anew for
 EMPTY: Mapping[str, dict[str, Any]] = {}
-PLAIN = {"units": (), "AGAIN": False, "SAFE": False}  # of a first pass, on tensors as they are: no units of pairs
+PLAIN = {"units": (), "ONLY_MARKED": False, "REPAIR": False}  # of a first pass without pairs
 TENSOR_COLUMNS = 512  # of tensor memory, of 32 bits
 
 
@@ -147,14 +147,14 @@ class Launch(NamedTuple):
         """The same launch with some arguments changed."""
         return self._replace(arguments=self.arguments | arguments)
 
-    def again(self, dev: Device, name: str, **arguments: Any) -> Launch:
+    def over_marked(self, dev: Device, name: str, **arguments: Any) -> Launch:
         """The same kernel over the marked tiles: a few programs, which mostly find no mark."""
-        step = self.changed(AGAIN=True, **arguments)
+        step = self.changed(ONLY_MARKED=True, **arguments)
         return step._replace(name=f"{self.name} {name}", grid=min(self.grid, 2 * (dev.sm_count or 1)))
 
-    def careful(self, dev: Device) -> Launch:
+    def repair(self, dev: Device) -> Launch:
         """The NaN repair pass: the tiles that came out non-finite, computed without what the mask hides."""
-        return self.again(dev, "repair", SAFE=True)
+        return self.over_marked(dev, "repair", REPAIR=True)
 
 
 class Ready(NamedTuple):
@@ -184,7 +184,7 @@ class Ready(NamedTuple):
 
 
 def run(steps: Iterable[Launch], cache: dict[object, Any], key: object = None) -> None:
-    """Launch on the current stream, compiling what is not compiled; the launches are kept for `again`.
+    """Launch on the current stream, compiling what is not compiled; the launches are kept for `repeat`.
 
     A cache belongs to one call key, which holds what Triton specialises on, so one compiled kernel serves it; `key`
     adds what varies besides (the layout of dout).
@@ -270,7 +270,7 @@ def _kept(value: Any) -> Any:
     return tuple(map(_kept, value)) if isinstance(value, tuple) else value
 
 
-def again(
+def repeat(
     changed: Mapping[str, Any], cache: dict[object, Any], key: object = None, own: Mapping[str, dict[str, Any]] = EMPTY
 ) -> bool:
     """Launch as `run` did for this key, with other tensors; False when it did not yet.
@@ -292,7 +292,7 @@ def again(
 
 
 def own(tensors: dict[str, torch.Tensor], pairs: dict[str, Any], *steps: str) -> dict[str, dict[str, Any]]:
-    """For `again`: what the splits of `tensors` take, and the launches on pairs, named `steps`; see split.py."""
+    """For `repeat`: what the splits of `tensors` take, and the launches on pairs, named `steps`; see split.py."""
     if not pairs:
         return {}
     found = {

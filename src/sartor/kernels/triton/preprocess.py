@@ -1,4 +1,4 @@
-"""What comes before dq, dk and dv: delta = rowsum(out * dout) - dlse, and lse in the log2 domain."""
+"""The preprocess kernel of the portable backward: delta = rowsum(out * dout) - dlse, and lse in the log2 domain."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def preprocess_kernel(
         delta -= tl.load(dlse_ptr + rows, mask=inside, other=0.0)
     tl.store(delta_ptr + kept, delta, mask=inside)
     lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)
-    lse *= LOG2_E  # may be beyond float32, where all keys that a row sees are biased by the least there is
+    lse *= LOG2_E  # overflows where all keys that a row sees have a bias of the least float32
     lse = tl.where(lse == float("-inf"), float("inf"), lse)  # exp2(score - inf) = 0
     tl.store(lse_log2_ptr + kept, lse, mask=inside)

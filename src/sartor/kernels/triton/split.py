@@ -1,20 +1,21 @@
-"""float32 tensors as pairs of float16, for products on tensor cores at float32 accuracy.
+"""float32 tensors split into hi/lo pairs of float16: products of these on tensor cores have float32's accuracy.
 
     x = (hi + lo) * unit        hi = float16(x / unit)        lo = float16(x / unit - hi)
 
-Eleven bits and their sign, twice: 2^-23 of x at most is lost (Markidis et al. 2018; Ootomo and Yokota 2022). float16
-has five bits of exponent, so every segment of SEGMENT rows of a head has a unit of its own, the power of two that
-brings its largest element into [2^14, 2^15). Elements below 2^-16 of the largest lose more, but never more than 2^-25
-units, which is 2^-39 of the largest.
+hi and lo hold eleven bits and a sign each, so that at most 2^-23 of x is lost (Markidis et al. 2018; Ootomo and Yokota
+2022). float16 has five bits of exponent only: each segment of SEGMENT rows of a head has a unit of its own, the power
+of two that brings the segment's largest element into [2^14, 2^15). Elements below 2^-16 of the largest lose more, but
+never more than 2^-25 units, which is 2^-39 of the largest.
 
-Layout, for a tensor (b, s, h, d):
+Layout of the pairs of a tensor (b, s, h, d):
 
     pairs   float16 (b, s, h, 2 * pitch), heads outermost in memory: hi in [..., :d], lo in [..., pitch : pitch + d],
             pitch = d rounded up to 8, the rest 0; a row starts on 16 bytes
     units   float32 (b, h, ceil(s / SEGMENT)), dense
 
-A unit is NaN where the pairs do not do: an infinity in the segment, or (`wide`) a row or a column all of whose elements
-are so small that they lose bits. What is computed from it is then NaN, and computed again from the tensors themselves.
+A segment that pairs cannot represent has NaN as its unit: one with an infinity, or (`strict`) one in which all elements
+of a row or of a column are so small that they lose bits. What is computed from it comes out NaN, is marked, and is
+computed again from the float32 tensors.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from sartor.kernels.triton import launch
 from sartor.kernels.triton.maths import power_of_two
 
 SEGMENT = tl.constexpr(128)  # a multiple of every tile's rows
-ROOM = tl.constexpr(2.0**-15)  # of a segment's largest element: rows and columns that reach it keep float32's precision
+LEAST = tl.constexpr(2.0**-15)  # of a segment's largest element: rows and columns that reach it lose no bits
 
 
 class Pairs(NamedTuple):
-    """A split tensor. See the module for the layout."""
+    """The pairs of a tensor and their units, laid out as the module says."""
 
     data: torch.Tensor
     units: torch.Tensor
@@ -48,9 +49,9 @@ def pitch(dim: int) -> int:
 
 @triton.constexpr_function
 def regained(dim):
-    """What a product of pairs over `dim` columns is multiplied with, for what tensor cores cut off it in the mean.
+    """The factor by which a product of pairs over `dim` columns makes up for what tensor cores truncate in the mean.
 
-    Of each of the steps of 16 columns in hi hi', a quarter of the last bit of float32: see docs/numerics.md.
+    That is a quarter of float32's last bit for every 16 columns of hi hi': see docs/numerics.md.
     """
     return 1 + -(-dim // 16) * 2.0**-25
 
@@ -61,7 +62,7 @@ def nbytes(b: int, s: int, h: int, d: int) -> int:
 
 
 def allocate(x: torch.Tensor) -> Pairs:
-    """Room for the pairs of x (b, s, h, d), as large as x where d is a multiple of 8."""
+    """Memory for the pairs of x (b, s, h, d), as large as x where d is a multiple of 8."""
     b, s, h, d = x.shape
     data = torch.empty((b, h, s, 2 * pitch(d)), dtype=torch.float16, device=x.device)
     segments = -(-s // SEGMENT.value)
@@ -71,9 +72,9 @@ def allocate(x: torch.Tensor) -> Pairs:
 @triton.jit(do_not_specialize=("heads", "seqlen"))
 def split_kernel(
     x_ptr, pairs_ptr, units_ptr, strides, heads, seqlen,
-    DIM: tl.constexpr, PITCH: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    DIM: tl.constexpr, PITCH: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
-    """One segment of one head; WIDE: whether rows and columns that would lose bits make its unit NaN."""
+    """A program writes one segment of a head. STRICT: rows and columns that would lose bits make its unit NaN."""
     n = tl.cdiv(seqlen, SEGMENT)
     pid = tl.program_id(0)
     head = tl.cast(pid // n, tl.int64)
@@ -86,9 +87,9 @@ def split_kernel(
     by_row, by_col = tl.max(tl.abs(x), 1), tl.max(tl.abs(x), 0)
     top = tl.max(by_row, 0)
     up, down = power_of_two(top)
-    if WIDE:
-        lost_rows = tl.sum(tl.where((by_row > 0) & (by_row < top * ROOM), 1, 0), 0)
-        lost_cols = tl.sum(tl.where((by_col > 0) & (by_col < top * ROOM), 1, 0), 0)
+    if STRICT:
+        lost_rows = tl.sum(tl.where((by_row > 0) & (by_row < top * LEAST), 1, 0), 0)
+        lost_cols = tl.sum(tl.where((by_col > 0) & (by_col < top * LEAST), 1, 0), 0)
         down = tl.where(lost_rows + lost_cols > 0, float("nan"), down)
     tl.store(units_ptr + pid, tl.where(top < float("inf"), down, float("nan")))
 
@@ -101,7 +102,7 @@ def split_kernel(
     tl.store(target + PITCH, lo, mask=inside)
 
 
-def step(name: str, x: torch.Tensor, pairs: Pairs, wide: bool) -> launch.Launch:
+def step(name: str, x: torch.Tensor, pairs: Pairs, strict: bool) -> launch.Launch:
     """The launch, called `split <name>`, that fills `pairs` from x (b, s, h, d), float32, dense in the last dim."""
     b, s, h, d = x.shape
     per = launch.unit(x)
@@ -109,7 +110,7 @@ def step(name: str, x: torch.Tensor, pairs: Pairs, wide: bool) -> launch.Launch:
     arguments = {
         "x_ptr": x, "pairs_ptr": pairs.data, "units_ptr": pairs.units,
         "strides": launch.strides(x, per), "heads": h, "seqlen": s, "DIM": d, "PITCH": pitch(d), "WIDTH": width,
-        "UNIT": per, "WIDE": wide,
+        "UNIT": per, "STRICT": strict,
     }  # fmt: skip
     grid = b * h * -(-s // SEGMENT.value)
     tile = Tile(SEGMENT.value, width, warps=min(16, max(4, width // 16)))

@@ -23,6 +23,7 @@ if launch.available():
     from sartor.kernels.triton import codegen, products, tiles
     from sartor.kernels.triton.bounds import tile_bounds, valid
     from sartor.kernels.triton.gradients import gradient_tile, load_rows, references, row
+    from sartor.kernels.triton.groups import Config, Numbers
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def dtable_kernel(
@@ -65,9 +66,12 @@ if launch.available():
             s = products.dot_nt(q, k, CHUNKS, PRECISION)
             dp = products.dot_nt(dout, v, CHUNKS_V, PRECISION)
             w, ds, draw, keep = gradient_tile(
-                s, dp, (1, 1, 1, 1), lse[:, None], delta[:, None], gain, True, b, h, q_rows[:, None], kv[None, :], aux,
-                seqlen_q, seqlen_kv, scale, factor,
-                KEEP, SCORE, DSCORE, PRESCALE, PRECISION, True, BOUNDED, DIM, DIM_V, True, GAINS,
+                s, dp, (1, 1, 1, 1), lse[:, None], delta[:, None], gain, True, (b, h, q_rows[:, None], kv[None, :]),
+                Numbers(heads_q=heads_q, group=group, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, scale=scale,
+                        factor=factor, aux=aux),
+                Config(KEEP=KEEP, SPANS=ROWS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION, MASKED=True,
+                       BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V, UNIT=UNIT,
+                       BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=True, DSCORE=DSCORE, GAINS=GAINS),
             )  # fmt: skip
             query, key = valid(q_rows, seqlen_q, BOUNDED)[:, None], valid(kv, seqlen_kv, BOUNDED)[None, :]
             change = tl.where(ds == 0.0, 0.0, ds * RISE(s * scale, b, h, query, key, aux))
@@ -101,7 +105,7 @@ def gradients(p: Problem, work: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
 
 def own(p: Problem, work: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """Arguments of single launches, for `launch.again`."""
+    """Arguments of single launches, for `launch.repeat`."""
     numbered = [(i, j) for i, _ in p.table_shapes for j in range(len(p.program.rises(i)))]
     return {f"dtable {i}.{j}": {"dtable_ptr": work[f"dtable {i}"]} for i, j in numbered}
 

@@ -117,7 +117,7 @@ def runner(job: Job, tile: Tile, call: Call) -> tuple[int, Callable[[], Any]]:
     launching.run([step], plan.cache)
     ready: Any = plan.cache["ready", None]
     spills = sum(getattr(r.compiled, "n_spills", 0) for r in ready)
-    return spills, lambda: launching.again(step.arguments, plan.cache)
+    return spills, lambda: launching.repeat(step.arguments, plan.cache)
 
 
 def candidates(job: Job) -> list[Tile]:
