@@ -12,7 +12,7 @@ import sartor
 import sartor.distributed as context
 from sartor import mods
 
-HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (4, 1), "odd": (12, 3)}
+HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (4, 1), "odd": (12, 3), "many": (8, 2)}
 
 
 @dataclass(frozen=True)
