@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 FEW = ("causal_documents", "packed", "indexed", "alibi", "sinks", "bias_broadcast")
 CASES = {
     "ring": [Case(f, "ring", KINDS[i % 3], ranks=3 + i % 2) for i, f in enumerate(FEATURES)],
-    "allgather": [Case(f, "allgather", KINDS[i % 3], ranks=3) for i, f in enumerate((*FEW, "bias_rows", "mask_tensor"))],
+    "allgather": [Case(f, "allgather", KINDS[i % 3], ranks=3) for i, f in enumerate((*FEW, "bias_rows"))],
     "ulysses": [Case(f, "ulysses", "zigzag", ranks=2) for f in FEW],
     "usp": [Case(f, "usp", "zigzag", mesh=(2, 2)) for f in FEW],
     "shapes": [

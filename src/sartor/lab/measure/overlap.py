@@ -56,6 +56,9 @@ class Plan(NamedTuple):
         return Workload(1, *self.heads, self.tokens, self.tokens * self.ranks, self.dim, self.dim, self.dtype, "causal")
 
 
+PLAN = Plan()
+
+
 @dataclass
 class Span:
     """When something began and ended; `ms` since an origin, once the device has done it."""
@@ -88,7 +91,7 @@ class Paced(Pending):
 
     done: Any = None
     waits: list[Span] = field(default_factory=list)
-    place: torch.device = torch.device("cpu")
+    place: Any = None  # the device
 
     def wait(self) -> list[Tensor]:
         """What was received."""
@@ -254,7 +257,7 @@ def fill(record: Record, samples: list[Sample], link: Link, plan: Plan) -> None:
             record.counters |= {f"{what} {i} begin": begin, f"{what} {i} end": end}
 
 
-def main(results: Path, plan: Plan = Plan()) -> None:
+def main(results: Path, plan: Plan = PLAN) -> None:
     """Measure on the GPU if there is one, and write the records."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = Run.start(SUITE, device)

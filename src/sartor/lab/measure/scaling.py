@@ -2,9 +2,9 @@
 
     python -m sartor.lab.measure.scaling
 
-A step is a block of keys, computed and merged by the code that `sartor.distributed` runs, forward and backward. From the
-rates that are found here the model of `sartor.distributed.choose` says how long a pass takes on so many GPUs; it charges
-transfers at the rates of its links (`sartor.lab.show.scaling`).
+A step is a block of keys, computed and merged by the code that `sartor.distributed` runs, forward and backward. From
+the rates that are found here the model of `sartor.distributed.choose` says how long a pass takes on so many GPUs; it
+charges transfers at the rates of its links (`sartor.lab.show.scaling`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ class Plan(NamedTuple):
     allgather: tuple[tuple[int, int], ...] = ((131072, 8), (131072, 64), (131072, 512))  # tokens of all, ranks
 
 
+PLAN = Plan()
+
+
 class Block(NamedTuple):
     """A step: the keys `block` for the queries of `rank`."""
 
@@ -83,7 +86,7 @@ class Block(NamedTuple):
         shards = Sharding.parse(self.sharding)
         view = sight(True, None, None, shards, shards.seqlen)
         owners = range(shards.ranks) if self.owner < 0 else (self.owner,)
-        return sum(area(view, shards, shards, self.rank, owner)[0] for owner in owners)
+        return sum(area(view, shards, shards.runs[owner], self.rank)[0] for owner in owners)
 
 
 def share(heads: tuple[int, int], ranks: int) -> tuple[int, int]:
@@ -173,7 +176,7 @@ def measure(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
             yield record
 
 
-def main(results: Path, plan: Plan = Plan()) -> None:
+def main(results: Path, plan: Plan = PLAN) -> None:
     """Measure on the GPU if there is one, and write the records."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = Run.start(SUITE, device)
