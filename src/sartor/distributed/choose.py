@@ -1,9 +1,10 @@
 """How long each method should take, and which one `method="auto"` takes: the least by this model.
 
 A step of the ring takes max(compute of a block, transfer of keys of the next one and of gradients of the one before);
-the other methods add up what they transfer and what they compute. Compute is FLOPs over a kernel rate that depends on the length of a block; a transfer is
-a latency and bytes over the rate of the link, within a host or between hosts. Everything the model reads is in
-`machine.Machine`. Masks other than a band count as if everything were seen, so that no device is asked.
+the other methods add up what they transfer and what they compute. Compute is FLOPs over a kernel rate that depends on
+the length of a block; a transfer is a latency and bytes over the rate of the link, within a host or between hosts.
+Everything the model reads is in `machine.Machine`. Masks other than a band count as if everything were seen, so that no
+device is asked.
 """
 
 from __future__ import annotations
@@ -166,8 +167,8 @@ def area(view: Sight, queries: Sharding, block: Runs, reader: int) -> tuple[floa
 
 @lru_cache(maxsize=8192)
 def _areas(causal: bool | str, window: Window, queries: str, keys: str, rank: int) -> tuple[tuple[float, int], ...]:
-    """`area` of the keys of each owner for the queries of a rank, by the texts of shardings; then that of the run of its
-    own keys that a ring's backward computes last."""
+    """`area` of the keys of each owner for the queries of a rank, by the texts of shardings; then that of the run of
+    its own keys that a ring's backward computes last."""
     shards, of_keys = Sharding.parse(queries), Sharding.parse(keys)
     view = sight(causal, window, None, shards, of_keys.seqlen)
     found = tuple(area(view, shards, runs, rank) for runs in of_keys.runs)

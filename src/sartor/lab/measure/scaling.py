@@ -20,9 +20,11 @@ import torch
 from sartor import testing
 from sartor.distributed.choose import area
 from sartor.distributed.local import Local, Sums
+from sartor.distributed.machine import Machine, Points
 from sartor.distributed.merge import Merged
 from sartor.distributed.sharding import Run as Tokens
 from sartor.distributed.sharding import Runs, Sharding
+from sartor.distributed.sight import sight
 from sartor.kernels.spec import Saved
 from sartor.lab.measure.records import Record, Run, Store, sm_clock_mhz
 from sartor.lab.measure.timing import Budget, interleave
@@ -73,16 +75,18 @@ class Block(NamedTuple):
     @property
     def seen(self) -> tuple[tuple[int, Tokens], ...]:
         """What the rank sees of the owner's keys."""
-        from sartor.distributed.sight import sight
-
         shards = Sharding.parse(self.sharding)
         return sight(True, None, None, shards, shards.seqlen).needed(self.rank, shards.runs[self.owner])
 
     @property
+    def tokens(self) -> int:
+        """Keys of the owner, seen or not."""
+        shards = Sharding.parse(self.sharding)
+        return shards.seqlen if self.owner < 0 else shards.count(self.owner)
+
+    @property
     def pairs(self) -> float:
         """Query-key pairs of a head that are seen."""
-        from sartor.distributed.sight import sight
-
         shards = Sharding.parse(self.sharding)
         view = sight(True, None, None, shards, shards.seqlen)
         owners = range(shards.ranks) if self.owner < 0 else (self.owner,)
@@ -170,10 +174,29 @@ def measure(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
             record.host_us = timing.host_us
             record.tflops = 4 * at.heads[0] * plan.dim * at.pairs * FACTORS[mode] / timing.ms * 1e-9
             length = min(part.count for part in job.local.queries.runs[at.rank])
-            record.counters = {"pairs": at.pairs, "fraction": at.pairs / record.seqlen_q / record.seqlen_kv,
-                               "run": length}  # fmt: skip
+            record.counters = {"pairs": at.pairs, "fraction": at.pairs / record.seqlen_q / at.tokens, "run": length}
             record.clock_mhz_before, record.clock_mhz_after = before, sm_clock_mhz(device)
             yield record
+
+
+def machine(records: list[Record], base: Machine) -> Machine:
+    """A machine with the rates of the ring's steps; its links, and what else was not measured, are those of `base`."""
+    found = [r for r in records if r.provider.startswith(f"{FAMILY}:ring:")]
+
+    def points(mode: str) -> Points:
+        runs = sorted({int(r.counters["run"]) for r in found if r.counters})
+        at = {n: [r for r in found if r.mode == mode and r.counters and r.counters["run"] == n] for n in runs}
+        work = {n: [(r.tflops * r.ms, r.ms) for r in rows if r.tflops and r.ms] for n, rows in at.items()}
+        return tuple((n, sum(x for x, _ in pairs) / sum(ms for _, ms in pairs)) for n, pairs in work.items())
+
+    return replace(base, forward=points("fwd"), backward=points("bwd"))
+
+
+def modelled(r: Record, machine: Machine) -> float:
+    """Seconds that the model gives the step of a record."""
+    assert r.counters is not None
+    flops = 4 * r.heads_q * r.dim * r.counters["pairs"] * FACTORS[r.mode]
+    return flops / machine.rate(r.mode == "bwd", int(r.counters["run"]), r.workload.torch_dtype.itemsize) + machine.step
 
 
 def main(results: Path, plan: Plan = PLAN) -> None:
