@@ -32,7 +32,7 @@ from sartor.lab.workloads.suites import checkout
 from sartor.lab.workloads.workload import FACTORS, Workload
 from sartor.problem import Call, wide
 
-SUITE, FAMILY = "scaling", "step"
+SUITE, FAMILY = "scaling", "block"
 BUDGET = Budget(rounds=3, turn_ms=30.0, lead_ms=60.0, max_s=3.0)
 RING = {"own": 1, "earlier": 0, "later": 2}  # whose keys: a shard's own, or of one earlier or later in the sequence
 

@@ -65,7 +65,7 @@ def points(r: Record, machine: Machine, tokens: int) -> Iterator[tuple[int, dict
 
 def shown(records: list[Record]) -> tuple[Record, Machine]:
     """A record of the ring, whose heads are those of the whole model, and the machine that the records make."""
-    return next(r for r in records if r.provider == "step:ring:own"), scaling.machine(records, H200)
+    return next(r for r in records if r.provider == f"{scaling.FAMILY}:ring:own"), scaling.machine(records, H200)
 
 
 def forecast(records: list[Record]) -> Table:
