@@ -213,5 +213,6 @@ def _refuse_distributed(*tensors: Any) -> None:
     for name, t in zip("qkv", tensors, strict=True):
         if type(t).__name__ == "DTensor":
             raise NotImplementedError(
-                f"{name} must be a local tensor, got a DTensor of placements {t.placements}: give {name}.to_local()"
+                f"{name} must be a local tensor, got a DTensor of placements {t.placements}: give {name}.to_local(), or"
+                " call sartor.distributed.attention, which takes DTensors"
             )

@@ -12,7 +12,7 @@ import sartor
 import sartor.distributed as context
 from sartor import mods
 
-HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (4, 1), "odd": (12, 3)}
+HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (4, 1), "odd": (12, 3), "many": (8, 2)}
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ def mesh_of(case: Case) -> Any:
 
     if case.mesh not in _MESHES:
         ring, heads = case.mesh
-        _MESHES[case.mesh] = DeviceMesh("cpu", torch.arange(ring * heads).view(ring, heads))
+        kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        _MESHES[case.mesh] = DeviceMesh(kind, torch.arange(ring * heads).view(ring, heads))
     return _MESHES[case.mesh]
 
 

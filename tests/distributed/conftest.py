@@ -16,14 +16,18 @@ import torch
 LIMIT = 120  # seconds that a test may take in the ranks
 
 
-def serve(rank, ranks, place, connection, timeout):
+def serve(rank, ranks, place, connection, timeout, device):
     """A rank: it joins the group, and runs what comes until nothing more does."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    many = device == "cuda" and torch.cuda.device_count() >= ranks
+    if device == "cuda":
+        torch.cuda.set_device(rank if many else 0)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{place}", timeout=limit)
+    backend = "nccl" if many else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=ranks, init_method=f"file://{place}", timeout=limit)
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, ranks + 1)}
     while (job := connection.recv()) is not None:
         fn, args = job
@@ -35,16 +39,16 @@ def serve(rank, ranks, place, connection, timeout):
 
 
 class World:
-    """Some ranks."""
+    """Some ranks, over gloo; of device "cuda" over NCCL where each has a GPU of its own, else all on one."""
 
-    def __init__(self, ranks, timeout=60):
+    def __init__(self, ranks, timeout=60, device="cpu"):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "sartor.distributed", "cases"])
         self.folder = tempfile.TemporaryDirectory()
         self.connections, self.processes = [], []
         for rank in range(ranks):
             mine, theirs = context.Pipe()
-            args = rank, ranks, f"{self.folder.name}/store", theirs, timeout
+            args = rank, ranks, f"{self.folder.name}/store", theirs, timeout, device
             process = context.Process(target=serve, args=args, daemon=True)
             process.start()
             self.connections.append(mine)
@@ -97,6 +101,14 @@ def world():
 def large_world():
     """Eight ranks."""
     made = World(8)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="session")
+def gpu_world():
+    """Four ranks with CUDA tensors."""
+    made = World(4, device="cuda")
     yield made
     made.end()
 

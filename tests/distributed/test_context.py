@@ -37,7 +37,7 @@ def joined(case, answers):
 def check(world, case):
     """The results of the ranks are those of one process."""
     ranks = case.mesh[0] * case.mesh[1] if case.mesh else case.ranks
-    found = joined(case, world.run(ranks, cases.run, case))
+    found = {n: t.to(case.device) for n, t in joined(case, world.run(ranks, cases.run, case)).items()}
     data, given = cases.inputs(case), cases.options(case)
     q, k, v, dout = (data[n] for n in ("q", "k", "v", "dout"))
     _, lse = reference(q, k, v, **given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import sartor.distributed as context
@@ -31,7 +30,6 @@ def test_ring(world):
     assert four <= 25 * shard + 4 * scores  # tensors of a shard: out, gradients, two blocks of keys, what is on its way
 
 
-@pytest.mark.slow
 def test_ring_of_more_ranks(large_world):
     four, eight = (max(large_world.run(ranks, peak, ranks, 512, "ring", False)) for ranks in (4, 8))
     assert eight <= 1.02 * four  # twice the sequence on twice the ranks

@@ -40,6 +40,20 @@ def test_any_problem(world, case):
     check(world, case)
 
 
+def test_eight_ranks_in_short(large_world):
+    """Each method and kind of shard; one test, so that the ranks are started once."""
+    for case in (
+        Case("causal", "ring", "zigzag", 8, seqlen_q=75),
+        Case("window", "ring", "striped", 8, seqlen_q=75, pad=False),
+        Case("causal_documents", "ring", "balanced", 8, seqlen_q=96, chunk=4),
+        Case("everything", "allgather", "contiguous", 8, seqlen_q=75),
+        Case("alibi", "ulysses", "zigzag", 8, seqlen_q=75, heads="many"),
+        Case("sinks", "usp", "zigzag", mesh=(2, 4), seqlen_q=75),
+        Case("causal", "usp", "contiguous", mesh=(4, 2), seqlen_q=75, heads="mqa"),
+    ):
+        check(large_world, case)
+
+
 @pytest.mark.slow
 @settings(max_examples=150, **SETTINGS)
 @given(case=problems(8))

@@ -1,9 +1,10 @@
 """How long each method should take, and which one `method="auto"` takes: the least by this model.
 
-A step of the ring takes max(compute of the block before, transfer of the next one); the other methods add up what they
-transfer and what they compute. Compute is FLOPs over a kernel rate that depends on the length of a block; a transfer is
-a latency and bytes over the rate of the link, within a host or between hosts. Everything the model reads is in
-`machine.Machine`. Masks other than a band count as if everything were seen, so that no device is asked.
+A step of the ring takes max(compute of a block, transfer of keys of the next one and of gradients of the one before);
+the other methods add up what they transfer and what they compute. Compute is FLOPs over a kernel rate that depends on
+the length of a block; a transfer is a latency and bytes over the rate of the link, within a host or between hosts.
+Everything the model reads is in `machine.Machine`. Masks other than a band count as if everything were seen, so that no
+device is asked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sartor.distributed.machine import Machine, machine_of
-from sartor.distributed.sharding import Sharding
+from sartor.distributed.sharding import Runs, Sharding
 from sartor.distributed.sight import Sight, sight
 from sartor.problem import Call
 
@@ -150,41 +151,66 @@ def _sight(work: Work, queries: Sharding) -> Sight:
     return sight(work.causal, work.window, None, queries, Sharding.parse(work.keys).seqlen)
 
 
-def area(view: Sight, queries: Sharding, keys: Sharding, reader: int, owner: int) -> tuple[float, int]:
-    """(pairs of a query and a key that a block computes, keys that are sent for it)."""
+def area(view: Sight, queries: Sharding, block: Runs, reader: int) -> tuple[float, int]:
+    """(pairs of a query and a key that a block of keys computes, keys that are sent for it)."""
     pairs = 0.0
     for i, q in enumerate(queries.runs[reader]):
-        for kv in keys.runs[owner]:
+        for kv in block:
             start, stop = view.seen(reader, i, kv)
             if start < stop:
                 _, _, lo, hi = view.spans[reader][i]
                 first, last = (-((kv.first - end) // kv.step) for end in (lo, hi))
                 full = max(0, min(stop, last) - max(start, first))
                 pairs += q.count * (stop - start + full) / 2
-    return pairs, sum(part.count for _, part in view.needed(reader, keys.runs[owner]))
+    return pairs, sum(part.count for _, part in view.needed(reader, block))
+
+
+@lru_cache(maxsize=8192)
+def _areas(causal: bool | str, window: Window, queries: str, keys: str, rank: int) -> tuple[tuple[float, int], ...]:
+    """`area` of the keys of each owner for the queries of a rank, by the texts of shardings; then that of the run of
+    its own keys that a ring's backward computes last."""
+    shards, of_keys = Sharding.parse(queries), Sharding.parse(keys)
+    view = sight(causal, window, None, shards, of_keys.seqlen)
+    found = tuple(area(view, shards, runs, rank) for runs in of_keys.runs)
+    own = of_keys.runs[rank]
+    return *found, area(view, shards, own[-1:] if len(own) > 1 else (), rank)
 
 
 def _passes(queries: Sharding, keys: Sharding, work: Work, machine: Machine, stride: int, backward: bool) -> Time:
     """The ring over shards of `stride` ranks each, on the slowest of its first, middle and last rank."""
-    view, ranks = _sight(work, queries), queries.ranks
-    heads = stride  # of which each rank has a part
-    worst = Time(0.0, 0.0)
-    for rank in sorted({0, ranks // 2, ranks - 1}):
-        blocks = [area(view, queries, keys, rank, (rank - t) % ranks) for t in range(ranks)]
-        length = min(run.count for run in queries.runs[rank]) if queries.runs[rank] else 1
-        rate = machine.rate(backward, length, work.itemsize)
-        flops = work.pair / heads * (2.5 if backward else 1)
-        compute = [pairs * flops / rate + (machine.step if pairs else 0) for pairs, _ in blocks]
-        wire = work.itemsize + work.wide if backward else work.itemsize
-        moved = [
+    return max(
+        (_pass(queries, keys, work, machine, stride, backward, rank) for rank in
+         sorted({0, queries.ranks // 2, queries.ranks - 1})),
+        key=lambda time: time.total,
+    )  # fmt: skip
+
+
+def _pass(
+    queries: Sharding, keys: Sharding, work: Work, machine: Machine, stride: int, backward: bool, rank: int
+) -> Time:
+    """One rank: while a block is computed, keys of the next one come and gradients of the one before go."""
+    ranks = queries.ranks
+    *found, late = _areas(work.causal, work.window, queries.text, keys.text, rank)
+    blocks = [found[(rank - t) % ranks] for t in range(ranks)]
+    length = min(run.count for run in queries.runs[rank]) if queries.runs[rank] else 1
+    each = work.pair / stride * (2.5 if backward else 1) / machine.rate(backward, length, work.itemsize)
+    compute = [pairs * each + (machine.step if pairs else 0) for pairs, _ in blocks]
+
+    def transfers(itemsize: int) -> list[float]:
+        return [0.0] + [
             machine.transfer(
-                work.key_bytes(sent, wire) * work.repeats(heads) / heads, rank * stride, (rank - t) % ranks * stride
-            )
-            for t, (_, sent) in enumerate(blocks)
-        ]
-        exposed = sum(max(0.0, x - c) for c, x in zip(compute, moved[1:], strict=False))
-        worst = max(worst, Time(sum(compute), exposed), key=lambda time: time.total)
-    return worst
+                work.key_bytes(sent, itemsize) * work.repeats(stride) / stride, rank * stride,
+                (rank - t) % ranks * stride,
+            ) for t, (_, sent) in enumerate(blocks) if t
+        ] + [0.0]  # fmt: skip
+
+    come, go, last = transfers(work.itemsize), [0.0] * (ranks + 1), 0.0
+    if backward:
+        last = late[0] * each if ranks > 1 else 0.0
+        compute[0] -= last
+        go = [0.0, *transfers(work.wide)[:-1]]  # of the block before
+    exposed = sum(max(0.0, come[t + 1] + go[t] - compute[t]) for t in range(ranks)) + max(0.0, go[ranks] - last)
+    return Time(sum(compute) + last, exposed)
 
 
 def _ring(work: Work, machine: Machine, backward: bool) -> Time:
@@ -192,11 +218,10 @@ def _ring(work: Work, machine: Machine, backward: bool) -> Time:
 
 
 def _allgather(work: Work, machine: Machine, backward: bool) -> Time:
-    queries, keys = Sharding.parse(work.queries), Sharding.parse(work.keys)
-    view, far = _sight(work, queries), work.ranks - 1
+    queries, far = Sharding.parse(work.queries), work.ranks - 1
     worst = 0.0
     for rank in sorted({0, far // 2, far}):
-        pairs = sum(area(view, queries, keys, rank, owner)[0] for owner in range(keys.ranks))
+        pairs = sum(pairs for pairs, _ in _areas(work.causal, work.window, work.queries, work.keys, rank)[:-1])
         length = min((run.count for run in queries.runs[rank]), default=1)
         flops = pairs * work.pair * (2.5 if backward else 1)
         worst = max(worst, flops / machine.rate(backward, length, work.itemsize) + machine.step)
@@ -222,8 +247,8 @@ def _passed(work: Work, rank: int, backward: bool) -> float:
     queries, keys = (Sharding.parse(text).joined(work.shares) for text in (work.queries, work.keys))
     view, number = _sight(work, queries), rank // work.shares
     others = [r for r in range(keys.ranks) if r != number]
-    given = sum(area(view, queries, keys, reader, number)[1] for reader in others)
-    got = sum(area(view, queries, keys, number, owner)[1] for owner in others) if backward else 0
+    given = sum(area(view, queries, keys.runs[number], reader)[1] for reader in others)
+    got = sum(area(view, queries, keys.runs[owner], number)[1] for owner in others) if backward else 0
     count = work.key_bytes(given) + work.key_bytes(got, work.wide)
     return count * work.repeats(work.shares) / work.shares
 

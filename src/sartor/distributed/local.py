@@ -199,6 +199,10 @@ class Sums:
         self.dk, self.dv = (torch.zeros(t.shape, dtype=self.dtype, device=t.device) for t in (k, v))
         return self.dk, self.dv
 
+    def resume(self, block: tuple[Tensor, Tensor]) -> None:
+        """Go on with what `start` gave for an earlier block."""
+        self.dk, self.dv = block
+
     def add(self, local: Local, at: Rectangle, g: Gradients) -> None:
         """Take in the gradients of one rectangle."""
         self.dq[:, at.q] += g.dq

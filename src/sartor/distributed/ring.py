@@ -3,7 +3,8 @@
 In step t a rank has the keys of rank - t. They come straight from their owner, so that a step that the mask leaves
 empty is neither sent nor waited for nor computed, and of what is sent only keys that are seen. The transfers of step
 t + 1 are posted before step t is computed: two blocks of keys are in memory, whatever the number of ranks. Results are
-merged in float32; gradients of keys go back to their owner in float32 and are added in the order of steps.
+merged in float32; gradients of keys go back to their owner in float32 and are added in the order of steps. The last run
+of a rank's own keys is left to the end of the backward, behind which the last gradients travel.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Ring:
         sums = Sums(local)
         coming, going, before = self._post_keys(0), Pending(), None
         own = sums.start(k, v)
-        local.gradients(self.own, k, v, saved, sums)
+        early, late = (self.own[:-1], self.own[-1:]) if self.steps and len(self.own) > 1 else (self.own, ())
+        local.gradients(early, k, v, saved, sums)
         for t, step in enumerate(self.steps):
             pair = coming.wait()
             coming = self._post_keys(t + 1)
@@ -77,6 +79,8 @@ class Ring:
             self._add(own, going, before)
             going, before = self._post_gradients(step, found), step
         coming.wait()
+        sums.resume(own)
+        local.gradients(late, k, v, saved, sums)
         self._add(own, going, before)
         return sums, *own
 

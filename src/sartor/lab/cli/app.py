@@ -205,8 +205,12 @@ def plot(
     with friendly():
         file = records.newest(results_folder() if record else out, suite, device)
         writable(file.parent, "--record" if record else "--out")
-        chosen = adhoc.EMPTY if suite == adhoc.EMPTY.name else suites.load(suite)
-        files = views.draw(records.latest(records.read(file)), chosen, file.parent)
+        found = records.latest(records.read(file))
+        if suite in views.ALONE:
+            files = views.drawn(found, file.parent, views.ALONE[suite])
+        else:
+            chosen = adhoc.EMPTY if suite == adhoc.EMPTY.name else suites.load(suite)
+            files = views.draw(found, chosen, file.parent)
         if not files:
             raise ValueError(f"suite {suite} asks for no plot, or its records have nothing to draw")
         for path in files:

@@ -10,7 +10,7 @@ from sartor.lab.evidence.evidence import Evidence
 from sartor.lab.measure import ablation, profile
 from sartor.lab.measure import records as store
 from sartor.lab.measure.records import CEILINGS, Record
-from sartor.lab.show import climb, ranks, steps, tables
+from sartor.lab.show import climb, overlap, ranks, scaling, steps, tables
 from sartor.lab.show.table import Table
 from sartor.lab.workloads import suites
 from sartor.lab.workloads.workload import MODES
@@ -18,7 +18,7 @@ from sartor.lab.workloads.workload import MODES
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 VIEWS = (
     "fwd", "bwd", "fwd_bwd", "decode", "memory", "accuracy", "errors", "host", "first", "visited", "changes",
-    "ranks", "traffic", "steps",
+    "ranks", "traffic", "steps", "overlap", "blocks", "forecast",
 )  # fmt: skip
 FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md", "docs/distributed.md")
 
@@ -65,6 +65,9 @@ def _table(view: str, suite: str, chosen: list[Record], verified: tables.Verifie
         "ranks": lambda: ranks.errors(chosen),
         "traffic": lambda: ranks.traffic(chosen),
         "steps": lambda: steps.steps(chosen),
+        "overlap": lambda: overlap.table(chosen),
+        "blocks": lambda: scaling.blocks(chosen),
+        "forecast": lambda: scaling.forecast(chosen),
     }
     if view in plain:
         return plain[view](), False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sartor.lab.measure import contention
 from sartor.lab.measure.bench import Session
 from sartor.lab.measure.records import CEILINGS, Record, Store
-from sartor.lab.show import climb, curves, masks, plots, tables
+from sartor.lab.show import climb, curves, masks, overlap, plots, scaling, tables
 from sartor.lab.workloads.suites import Suite
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ WIDE = 10_000
 PLOTS: dict[str, Callable[..., list[Path]]] = {
     "latency": curves.latency, "memory": curves.memory, "rates": curves.rates, "errors": curves.errors,
     "head_dims": plots.head_dims, "grid": plots.grid, "climb": climb.plot, "masks": masks.plot,
+    "forecast": scaling.plot, "timeline": overlap.timeline,
 }  # fmt: skip
+ALONE = {"scaling": ("forecast",), "overlap": ("timeline",)}  # plots of what a module of its own measures
 CONVENTION = (
     "FLOP/s count useful work: forward 2 * B * H * visible pairs * (D + D v), half of all pairs when square and "
     "causal; backward 2.5 times that. Medians; compare within a run only."
