@@ -136,8 +136,18 @@ class Program:
                 return True
         return False
 
-    def tells(self, spans: tuple[Expr, ...] | None) -> bool:
-        """Whether tensors tell `spans`, its rows or its columns, and the same to all heads."""
+    @cached_property
+    def loads(self) -> bool:
+        """Whether the mask reads a tensor."""
+        leaves = self.keep.leaves() if self.keep is not None else ()
+        return any(leaf.startswith("aux[") and self.aux[int(leaf[4:-1])].dtype for leaf in leaves)
+
+    @cached_property
+    def told(self) -> tuple[bool, bool]:
+        """Whether tensors tell its rows, and its columns, and the same to all heads."""
+        return self._tells(self.rows), self._tells(self.cols)
+
+    def _tells(self, spans: tuple[Expr, ...] | None) -> bool:
         leaves = set().union(*(e.leaves() for e in spans or ()))
         read = [self.aux[int(leaf[4:-1])] for leaf in leaves if leaf.startswith("aux[")]
         by_head = "h" in leaves or any("h" in a.pattern.lower() for a in read)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from struct import Struct
 from typing import Any, cast
 
@@ -85,7 +85,7 @@ class HopperForward:
 
     def config(self, p: Problem, tile: Tile) -> Config:
         """What the kernel is cut to."""
-        return Config.of(p, tile)
+        return _config(p, tile)
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first."""
@@ -294,6 +294,11 @@ class Config(Schedule):
         } | self.layout.defines()  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
+def _config(p: Problem, tile: Tile) -> Config:
+    return Config.of(p, tile)
+
+
 @dataclass
 class Merge:
     """The launch that merges the results of KV splits, and the room that they take, in float32."""
@@ -403,7 +408,7 @@ def _row(
     names += tensors
     fixed = {name: value for name, value in fixed.items() if name not in tensors}
     fixed |= {name: none for name, none in {"out_map": b"", "inputs": b"", "work": 0}.items() if name not in names}
-    params = PARAMS.followed_by(expressions.parameters(p.program))
+    params = expressions.passed(PARAMS, p.program)
     kernel = nvrtc.Kernel(binary, params, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
     takes = {name: name for name in kernel.changing} | ({} if merge is None else {"out": "outs", "lse": "sums"})
     parts = [Part(kernel, grid, takes)]
