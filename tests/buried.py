@@ -2,8 +2,12 @@
 
 import torch
 
-from sartor import testing
+from sartor import mods, testing
 
+SCORES = {  # that hide all keys from every third query
+    "chosen": mods.Score(lambda s, b, h, q, kv: mods.where(q % 3 == 1, s - 1e9, s)),
+    "number": mods.Score(lambda s, b, h, q, kv, aux: s - aux[0] * (q % 3 // 2), (1e9,)),
+}
 LOW = [-1e4, -1e9, "least"]  # "least": of the dtype
 
 
@@ -17,13 +21,15 @@ def bias(low, dtype, sq, skv, device="cpu"):
 
 
 def judge(found, q, k, v, dout, **options):
-    """That `found`, out and gradients by name, is within the budgets; no rounding of scores is granted beside them."""
+    """That `found`, results and gradients by name, is within the budgets, without scores rounded beside a bias."""
     with torch.no_grad():
-        exact = {"out": testing.reference(q, k, v, **options)[0]}
-        lowp = {"out": testing.low_precision(q, k, v, **options)[0]}
+        exact, lowp = (
+            dict(zip(("out", "lse"), of(q, k, v, **options), strict=True))
+            for of in (testing.reference, testing.low_precision)
+        )
         size, _ = testing.magnitudes(q, k, v, dout, **options)
     exact |= testing.reference_gradients(q, k, v, dout, **options)
     lowp |= testing.low_precision_gradients(q, k, v, dout, **options)
-    for name in found.keys() - {"lse"}:
-        factor = testing.FORWARD_FACTOR if name == "out" else testing.GRADIENT_FACTOR
+    for name in found:
+        factor = testing.FORWARD_FACTOR if name in ("out", "lse") else testing.GRADIENT_FACTOR
         testing.check(found[name], lowp[name], exact[name], factor, magnitude=size[name], name=name, dtype=q.dtype)

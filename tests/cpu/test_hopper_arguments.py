@@ -102,7 +102,7 @@ def test_merge(launches):
     out, lse = sartor.attention(q, k, k, return_lse=True)
     first, given = launches["hopper_forward"], launches["hopper_merge"]
     assert contains(given, places(out=out, lse=lse) | strides("out", out) | {"heads": 3, "seqlen_q": 5, "wide": 0})
-    assert (given["outs"], given["lses"], given["num_splits"]) == (first["out"], first["lse"], first["splits"])
+    assert (given["outs"], given["sums"], given["num_splits"]) == (first["out"], first["lse"], first["splits"])
     assert contains(first, {"out_batch": 3 * 5 * 64, "out_head": 5 * 64, "out_row": 64})
 
 

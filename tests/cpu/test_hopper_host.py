@@ -253,9 +253,9 @@ def test_kv_splits_are_merged(driver):
     out, lse = sartor.attention(q, k, k, return_lse=True)
     (_, grid, first), (_, rows, second) = driver.launches
     assert (grid, rows) == (24 * 4, 4)
-    assert (second["outs"], second["lses"]) == (first["out"], first["lse"])
+    assert (second["outs"], second["sums"]) == (first["out"], first["lse"])
     assert (second["out"], second["lse"]) == (out.data_ptr(), lse.data_ptr())
-    assert second["lses"] - second["outs"] == 4 * 24 * 4 * 64
+    assert second["sums"] - second["outs"] == 4 * 24 * 4 * 64
 
 
 def test_few_tiles_have_few_queries():

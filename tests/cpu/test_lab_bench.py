@@ -90,6 +90,30 @@ def test_a_run_becomes_records_csv_and_tables(tmp_path: Path, fast_ceilings: Non
     assert "PyTorch SDPA (FlashAttention-2): needs an NVIDIA GPU" in text
 
 
+def test_suite_small_measures_what_a_call_costs(tmp_path: Path, fast_ceilings: None) -> None:
+    """Its rows with fewer heads and tokens: each face gives what `attention` with a kept mask gives."""
+    cases, sizes = [], {"heads_q": 2, "heads_kv": 2, "dim": 16, "dim_v": 16, "dtype": "float32"}
+    for w, who in suites.load("small").cases:
+        few = min(w.batch, 3)
+        w = replace(w, **sizes, batch=few, seqlen_q=min(w.seqlen_q, 60), seqlen_kv=min(w.seqlen_kv, 60))
+        cases.append((w, who)) if (w, who) not in cases else None
+    found = measured(replace(suites.load("small"), cases=tuple(cases)), tmp_path)
+    told = {(r.provider, r.mode, r.mask): r for r in found if r.mode != CEILINGS}
+    assert all(r.err_max <= r.err_budget for r in told.values() if r.ms)
+    faces = {name.removeprefix("sartor-") for name, mode, mask in told if "-" in name and told[name, mode, mask].ms}
+    assert faces == {"varlen", "kvcache", "kvcache-new"}
+    assert {r.skipped for r in told.values() if r.mode == "graph"} >= {"RuntimeError: a CUDA graph needs an NVIDIA GPU"}
+    for mode, mask, provider in itertools.product(("fwd", "fwd_bwd"), ("full", "causal"), ("sartor", "sdpa")):
+        assert told[provider, mode, mask].unseen_us > 0
+    assert told["sartor", "decode", "full"].unseen_us > 0
+    assert told["sartor", "decode", "cached"].unseen_us is None  # its lengths are of these places
+    half = told["sartor", "decode", "cached"].workload
+    assert (half.pairs, half.bytes) == (40, 4 * 3 * 2 * 32 + 4 * 2 * 120 * 32 + 4 * 6)
+    text = tables.cost([r for r in found if r.mode == "fwd"], "sdpa").markdown()
+    assert "vs PyTorch SDPA | new length | of PyTorch SDPA |" in text
+    assert "PyTorch varlen_attn" not in text  # which a CPU has none of
+
+
 def stat(monkeypatch: pytest.MonkeyPatch, file: Path, *busy: float) -> None:
     """Every CPU is busy for so many seconds more from reading to reading, which lie a second apart."""
     total = itertools.accumulate(busy, initial=0.0)

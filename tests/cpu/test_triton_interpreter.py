@@ -331,9 +331,10 @@ def case_gradients_of_what_hides_all_keys(low, shape):
     buried.judge(found, q, k, v, dout, bias=bias, sinks=sinks)
 
 
-def case_rows_that_a_score_hides_all_keys_from():
+@pytest.mark.parametrize("name", buried.SCORES)
+def case_rows_that_a_score_hides_all_keys_from(name):
     q, k, v = inputs(sq=40, skv=50, dtype=FP32 if KERNEL == "fp32" else FP16)
-    options = {"score": mods.Score(lambda s, b, h, q, kv: mods.where(q % 3 == 1, s - 1e9, s))}
+    options = {"score": buried.SCORES[name]}
     dout = testing.make_like(q)
     buried.judge(forward_and_gradients(q, k, v, dout, **options), q, k, v, dout, **options)
 

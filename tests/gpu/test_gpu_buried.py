@@ -6,7 +6,7 @@ import torch
 import buried
 import judged
 import sartor
-from sartor import mods, ops, testing
+from sartor import ops, testing
 from sartor.kernels.spec import Saved
 from sartor.problem import Call
 
@@ -15,10 +15,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def found(q, k, v, dout, **options):
-    """out, dq, dk, dv by name."""
+    """out, lse, dq, dk, dv by name."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out = sartor.attention(*leaves, **options)
-    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
+    out, lse = sartor.attention(*leaves, return_lse=True, **options)
+    results = out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), results, strict=True))
 
 
 @pytest.mark.parametrize("low", buried.LOW)
@@ -44,12 +45,47 @@ def test_gradients_of_a_bias_that_hides_all_keys_and_of_sinks_as_low(dtype, low)
     buried.judge(made, q, k, v, dout, bias=bias, sinks=sinks)
 
 
+@pytest.mark.parametrize("name", buried.SCORES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_a_score_hides_all_keys_from(dtype):
+def test_rows_that_a_score_hides_all_keys_from(dtype, name):
     q, k, v = testing.make_inputs(2, 4, 2, 150, 170, 128, dtype=dtype, device="cuda", layout="bshd")
-    options = {"score": mods.Score(lambda s, b, h, q, kv: mods.where(q % 3 == 1, s - 1e9, s))}
+    options = {"score": buried.SCORES[name]}
     dout = testing.make_like(q)
     buried.judge(found(q, k, v, dout, **options), q, k, v, dout, **options)
+
+
+@pytest.mark.parametrize("low", buried.LOW)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("extra", ["full", "causal", "sinks"])
+def test_kv_splits_that_hold_such_rows(dtype, low, extra):
+    """The last split has the fewest keys, whose values are the largest. Another row sees keys of some splits alone."""
+    q, k, v = alike(2, 8, 2, 5, 3000, dtype)
+    v[:, 2944:] += 8
+    bias = buried.bias(low, dtype, 5, 3000, "cuda")
+    bias[0, :, 3, :1700] = bias.amin()
+    options = {"full": {}, "causal": {"causal": True}, "sinks": {"sinks": bias.amin().float().expand(8).contiguous()}}
+    options = options[extra] | {"bias": bias}
+    assert sartor.explain(q, k, v, **options).plan.tile.num_splits > 1
+    found = dict(zip(("out", "lse"), sartor.attention(q, k, v, return_lse=True, **options), strict=True))
+    buried.judge(found, q, k, v, testing.make_like(q), **options)
+
+
+@pytest.mark.parametrize("low", buried.LOW)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+def test_sinks_as_low_as_the_keys(dtype, low, kernel):
+    """They have the share of one more key, and here there are three."""
+    q, k, v = alike(2, 4, 2, 150, 3, dtype)
+    bias = buried.bias(low, dtype, 150, 3, "cuda")
+    options = {"bias": bias, "sinks": bias.amin().float().expand(4).contiguous()}
+    dout = testing.make_like(q)
+    buried.judge(found(q, k, v, dout, kernel=kernel, **options), q, k, v, dout, **options)
+
+
+def alike(b, heads, heads_kv, sq, skv, dtype):
+    """q, k, v whose scores are all 0: that float32 rounds scores beside a low bias makes no weight inexact."""
+    q, k, v = testing.make_inputs(b, heads, heads_kv, sq, skv, 64, dtype=dtype, device="cuda", layout="bshd")
+    return torch.zeros_like(q), k, v
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -53,7 +53,8 @@ class Tile:
     """The config a kernel is compiled for: rows of queries, rows of keys, warps, pipeline stages.
 
     `then` is the config of the next kernel, where a pass has two kernels with configs of their own (dk and dv, then
-    dq). With `num_splits` above 1, partial outputs are float32, and the merge kernel combines them by their lse.
+    dq). With `num_splits` above 1, partial outputs are float32, and the merge kernel combines them by highest scores
+    and sums.
     """
 
     block_m: int

@@ -22,6 +22,7 @@ class Aux:
 
     pattern: str
     dtype: str
+    far: bool = False  # of a score: a number that is too large for lse to hold a logarithm beside it
 
     @property
     def dims(self) -> int:
@@ -56,7 +57,8 @@ class Program:
         tables = {*(mask.tables if mask else ()), *(i + n for i in (score.tables if score else ()))}
         dtypes = [str(v.dtype) if isinstance(v, torch.Tensor) else "" for v in values]
         aux = tuple(
-            Aux(pattern(v, i in tables), dtype) for i, (v, dtype) in enumerate(zip(values, dtypes, strict=True))
+            Aux(pattern(v, i in tables), dtype, i >= n and _is_far(v))
+            for i, (v, dtype) in enumerate(zip(values, dtypes, strict=True))
         )
         key = mask and mask.handle, score and score.handle, aux
         if key in _PROGRAMS:
@@ -93,9 +95,8 @@ class Program:
         """Canonical text: what a compiled kernel depends on."""
         spans = [e for span in (self.rows, self.cols) if span for e in span]
         exprs = [self.keep, *spans, self.score, self.dscore]
-        return "; ".join(
-            [e.text() if e is not None else "-" for e in exprs] + [f"{a.pattern}:{a.dtype}" for a in self.aux]
-        )
+        read = [f"{a.pattern}:{a.dtype}{':far' * a.far}" for a in self.aux]
+        return "; ".join([e.text() if e is not None else "-" for e in exprs] + read)
 
     @cached_property
     def is_interval(self) -> bool:
@@ -112,16 +113,17 @@ class Program:
         """Whether the score may move a whole row so far that lse cannot hold the logarithm of its sum beside it.
 
         A bias of -1e9 or finfo.min in place of a mask does. So may what reads a tensor at a query or key, or at an
-        index, chooses between values, or has a large constant. Tensors of heads alone, as ALiBi's slopes, count as
-        small.
+        index, chooses between values, or has or reads a large number. Tensors of heads alone, as ALiBi's slopes, count
+        as small.
         """
         return self.score is not None and any(map(self._moves_far, self.score.nodes()))
 
     def _moves_far(self, e: Expr) -> bool:
         if e.op == "aux":
-            return bool({"q", "k"} & set(self.aux[e.args[0]].pattern.lower()))
+            read = self.aux[e.args[0]]
+            return read.far or bool({"q", "k"} & set(read.pattern.lower()))
         if e.op == "const":
-            return bool(abs(e.args[0]) >= FAR)
+            return _is_far(e.args[0])
         return e.op in ("gather", "where", "minimum", "maximum")
 
     @cached_property
@@ -134,8 +136,18 @@ class Program:
                 return True
         return False
 
-    def tells(self, spans: tuple[Expr, ...] | None) -> bool:
-        """Whether tensors tell `spans`, its rows or its columns, and the same to all heads."""
+    @cached_property
+    def loads(self) -> bool:
+        """Whether the mask reads a tensor."""
+        leaves = self.keep.leaves() if self.keep is not None else ()
+        return any(leaf.startswith("aux[") and self.aux[int(leaf[4:-1])].dtype for leaf in leaves)
+
+    @cached_property
+    def told(self) -> tuple[bool, bool]:
+        """Whether tensors tell its rows, and its columns, and the same to all heads."""
+        return self._tells(self.rows), self._tells(self.cols)
+
+    def _tells(self, spans: tuple[Expr, ...] | None) -> bool:
         leaves = set().union(*(e.leaves() for e in spans or ()))
         read = [self.aux[int(leaf[4:-1])] for leaf in leaves if leaf.startswith("aux[")]
         by_head = "h" in leaves or any("h" in a.pattern.lower() for a in read)
@@ -155,6 +167,10 @@ class Program:
 
 FAR = 2.0**12  # float32 holds fractions of 2^-11 beside it, which bfloat16's weights do not resolve
 _PROGRAMS = Recent(1024)  # by the handles of mask and score, and what they read
+
+
+def _is_far(value: AuxValue) -> bool:
+    return isinstance(value, (int, float)) and abs(value) >= FAR
 
 
 def _exact(spans: tuple[Expr, ...] | None) -> bool:

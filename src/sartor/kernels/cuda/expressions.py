@@ -9,10 +9,12 @@ leaves the derivative by the score where its last argument says.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from sartor.kernels.cuda.params import Params
 from sartor.mods.expr import Expr
 from sartor.mods.program import Aux, Program
 
@@ -103,6 +105,12 @@ def _rise(program: Program, calls: Mapping[str, str]) -> list[str]:
             known[e.text()] = f"t{len(known)}"
     rise, value = (_text(e, program, (), calls, known) for e in (program.dscore, program.score))
     return [*lines, f"  rise = {rise};", f"  return {value};"]
+
+
+@lru_cache(maxsize=1024)
+def passed(params: Params, program: Program) -> Params:
+    """Parameters, and after them those that carry the aux values: for a program the same ones each time."""
+    return params.followed_by(parameters(program))
 
 
 def parameters(program: Program) -> dict[str, str]:

@@ -70,6 +70,9 @@ DEVICE int end_of_keys(int item, const Shape& n) {
   return SPLIT ? imin(first_key(item, n) + n.width * BLOCK_N, n.seqlen_kv) : n.seqlen_kv;
 }
 
+// In the place of its lse, from which a sum beside a highest score of -1e9 could not be had again
+DEVICE void store_sum(float* lse, i64 place, float highest, float total) { lse[2 * place] = highest, lse[2 * place + 1] = total; }
+
 // Slice `i` of a query tile; past the end where the tile has fewer. With BALANCED a head's first tile is the one that
 // is not full, since its last one may take the longest.
 DEVICE Slice slice_of(int tile, int i, const Shape& n) {
@@ -387,10 +390,17 @@ struct Worker {
     return f;
   }
   template <class Softmax> DEVICE void normalise(Finished& f, Softmax& softmax, float factor) const {
+#if SPLIT
+    float highest[2], total[2];
+    softmax.finish_split(SCORE || PRESCALE ? 1.f : t.scale, f.inverse, highest, total);
+    UNROLL for (int r = 0; r < 2; r++)
+      if (f.real[r] && (lane & 3) == 0) store_sum(t.lse, f.lse_place[r], highest[r], total[r]);
+#else
     float lse[2];
     softmax.finish(factor, f.sink, f.inverse, lse);
     UNROLL for (int r = 0; r < 2; r++)
       if (t.lse && f.real[r] && (lane & 3) == 0) t.lse[f.lse_place[r]] = lse[r];
+#endif
   }
 
   // Elements from a thread's first row to its second one, eight rows on

@@ -79,7 +79,7 @@ def _built(
         expressions.source(program, near, half=half),
         wgmma.wrappers(widths, dtype),
         main.source(),
-        *(kernel.macros() for kernel in (main.followed_by(expressions.parameters(program)), *others)),
+        *(kernel.macros() for kernel in (expressions.passed(main, program), *others)),
         f'#include "{file}.cuh"',
         main.checks(),
     ])  # fmt: skip

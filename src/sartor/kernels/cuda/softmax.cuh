@@ -131,6 +131,16 @@ template <int N, bool BF16, bool SINK, bool SCORE> struct Softmax {
   DEVICE void finish(float factor, const float (&sink)[2], float (&inverse)[2], float (&lse)[2]) {
     UNROLL for (int r = 0; r < 2; r++) {
       float l = quad_sum(sum[r]), highest = fmaf(top[r], factor, margin), shrink = 1.f;
+      if (SCORE) {  // to base e and without the margin: beside a bias of -1e9 it is lost, and -MOST has no room for a factor
+        highest = top[r];
+        if (SINK) {
+          highest = fmaxf(highest, sink[r]), shrink = power2((top[r] - highest) * LOG2_E);
+          l = l * shrink + power2(fmaf(sink[r] - highest, LOG2_E, -margin));
+        }
+        inverse[r] = l == 0.f ? 0.f : shrink * reciprocal(l);
+        lse[r] = l == 0.f ? -INF : fmaf(margin + logarithm2(l), LN_2, highest);
+        continue;
+      }
       if (SINK) {
         const float base = highest;
         highest = fmaxf(fmaxf(base, sink[r] * LOG2_E), -MOST), shrink = power2(base - highest);
@@ -138,6 +148,15 @@ template <int N, bool BF16, bool SINK, bool SCORE> struct Softmax {
       }
       inverse[r] = l == 0.f ? 0.f : shrink * reciprocal(l);
       lse[r] = l == 0.f ? -INF : (highest + logarithm2(l)) * LN_2;
+    }
+  }
+
+  // Of each row's KV split: its normaliser, its highest score, and its sum of exponentials relative to that
+  DEVICE void finish_split(float natural, float (&inverse)[2], float (&highest)[2], float (&total)[2]) const {
+    UNROLL for (int r = 0; r < 2; r++) {
+      const float l = quad_sum(sum[r]);
+      inverse[r] = l == 0.f ? 0.f : reciprocal(l);
+      highest[r] = top[r] * natural, total[r] = l * float(1 << int(margin));
     }
   }
 };

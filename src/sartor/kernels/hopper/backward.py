@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -44,7 +44,6 @@ from sartor.kernels.room import Room
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import TritonBackward, dense_like, padded_rows, rows
-from sartor.mods.program import Program
 from sartor.problem import Problem, is_copied, mask_class, rows_on_16_bytes
 
 if TYPE_CHECKING:
@@ -140,8 +139,9 @@ class HopperBackward(TritonBackward):
 
     def repairs(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
         """The launches of `triton_backward` over what was marked."""
-        steps = self.steps(replace(plan, tile=REPAIR_TILE), x, saved, work, {})
-        return [step for step in steps if step.name.endswith("repair")]
+        p, shared = plan.problem, self._shared(replace(plan, tile=REPAIR_TILE), x, work["dout"], work)
+        marked = self._dkdv(p, REPAIR_TILE, shared, work), self._dq(p, cast(Tile, REPAIR_TILE.then), shared, work)
+        return [step.repair(plan.device) for step in marked]
 
     def notes(self, p: Problem) -> Iterable[str]:
         """Memory that a call takes besides its results, and what it is for."""
@@ -173,7 +173,7 @@ def mask(p: Problem) -> int:
 
 def from_tables(p: Problem, keys: bool) -> bool:
     """Whether tables tell the intervals of held rows, to all heads alike."""
-    return p.program.tells(p.program.cols if keys else p.program.rows)
+    return p.program.told[keys]
 
 
 def columns(p: Problem) -> int:
@@ -225,6 +225,7 @@ class Config:
         return next((m for m in configs if m.stages > 1), cls(p, gradients, groups, 64, apart=True))
 
     @classmethod
+    @lru_cache(maxsize=256)
     def all(cls, p: Problem) -> list[Config]:
         """The configs of the kernels that a problem takes, in the order of their launches."""
         if fused(p):
@@ -263,24 +264,24 @@ class Config:
         """Columns of a swizzled chunk."""
         return host.width(self.p.dim, 64)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """Pairs of tiles stepped over that shared memory has room for."""
         return max(
             (n for n in (1, 2, 3, 4) if self.laid_out(n, self.shared_spans).size <= arch.SHARED_BYTES), default=0
         )
 
-    @property
+    @cached_property
     def ordered(self) -> bool:
         """Whether a table says which block begins when."""
         return from_tables(self.p, self.keys)
 
-    @property
+    @cached_property
     def persistent(self) -> bool:
         """Whether a block holds one set of rows after another, as the order says."""
         return self.fused and self.ordered
 
-    @property
+    @cached_property
     def shared_spans(self) -> bool:
         """Whether intervals of held rows, which tables tell, are in shared memory: where it leaves two stages."""
         return from_tables(self.p, self.keys) and self.laid_out(2, True).size <= arch.SHARED_BYTES
@@ -288,7 +289,12 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory a block: tiles, what goes with rows, barriers, and room to begin on 1024."""
-        return self.laid_out(self.stages, self.shared_spans).size
+        return self.layout.size
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of shared memory."""
+        return self.laid_out(self.stages, self.shared_spans)
 
     def laid_out(self, stages: int, spans: bool) -> Layout:
         """Shared memory with so many stages: held tiles, stepped tiles, dS of two, what goes with rows, intervals
@@ -315,7 +321,7 @@ class Config:
             "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
             "MASK": mask(p), "SHARED_SPANS": int(self.shared_spans), "ORDERED": int(self.ordered),
             "PERSISTENT": int(self.persistent),
-        } | self.laid_out(self.stages, self.shared_spans).defines()  # fmt: skip
+        } | self.layout.defines()  # fmt: skip
 
     @property
     def blocks(self) -> int:
@@ -325,18 +331,13 @@ class Config:
     @property
     def kernels(self) -> tuple[Params, ...]:
         """What is in the text."""
-        return (ORDERED, PREPROCESS, ROUND, sorter(self.p.program)) if self.ordered else (PARAMS, PREPROCESS, ROUND)
+        order = (expressions.passed(ORDER, self.p.program),) if self.ordered else ()
+        return (ORDERED if self.ordered else PARAMS, PREPROCESS, ROUND, *order)
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
         dtype = "bf16" if self.p.dtype == torch.bfloat16 else "f16"
         return arch.build(self, dtype, "hopper/backward", {64, self.block, self.dim}, self.kernels)
-
-
-@lru_cache(maxsize=256)
-def sorter(program: Program) -> Params:
-    """The parameters of `order_blocks`, for a program the same ones each time: compiled kernels are found by them."""
-    return ORDER.followed_by(expressions.parameters(program))
 
 
 def room(p: Problem) -> Room:
@@ -381,7 +382,8 @@ class Step:
         """Of the blocks of a sweep, the longest first."""
         fixed = {name: getattr(m.p, name) for name in (*LENGTHS, "batch")} | expressions.arguments(aux, m.p.program)
         reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
-        return cls(nvrtc.Kernel(binary, sorter(m.p.program), 1024, fixed=fixed), 1, {"order": "order"} | reads)
+        params = expressions.passed(ORDER, m.p.program)
+        return cls(nvrtc.Kernel(binary, params, 1024, fixed=fixed), 1, {"order": "order"} | reads)
 
     @classmethod
     def sweep(
@@ -397,7 +399,7 @@ class Step:
         fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale}
         fixed |= expressions.arguments(aux, p.program) | ({"blocks": p.batch * m.blocks} if m.ordered else {})
         reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
-        params = m.kernels[0].followed_by(expressions.parameters(p.program))
+        params = expressions.passed(m.kernels[0], p.program)
         grid = p.batch * (p.heads_kv if m.keys else p.heads_q) * m.blocks
         kernel = nvrtc.Kernel(binary, params, 32 * m.warps, m.shared_bytes, fixed)
         mapped = dict(zip(MAPPED, ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v"), strict=True))
@@ -480,7 +482,7 @@ class Ready:
             p, key, space, host.like((space.length,), x.q.device),
             Row([*names, *(name for name, _, _ in maps)], [s.part(i) for i, s in enumerate(steps)]),
             [(CALL.index(tensor), made) for _, tensor, made in maps], bool(expressions.of_tensors(x.aux)), untidy,
-            all(torch.empty_like(t, device="meta").stride(3) == 1 for t in (x.q, x.k, x.v)),
+            all(torch.empty_like(t).stride(3) == 1 for t in (x.q, x.k, x.v)),
         )  # fmt: skip
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:

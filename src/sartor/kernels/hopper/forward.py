@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from struct import Struct
 from typing import Any, cast
 
@@ -45,7 +45,7 @@ PARAMS = Params(
     q_map="TwoMaps", k_map="TwoMaps", v_map="TensorMap",
     out_map="TensorMap",  # of a warp's 16 rows, where the copy engine stores them
     inputs="Inputs",  # what rows that are computed again are read from
-    out="void*", lse="float*",  # (batch, heads, seqlen_q), or null
+    out="void*", lse="float*",  # (batch, heads, seqlen_q), or null; of a KV split its highest score and its sum instead
     sinks="const float*",  # (heads,)
     work="int*",  # [next tile, blocks that are done, -, -], marks
     **strides("out"), **LENGTHS,
@@ -54,7 +54,7 @@ PARAMS = Params(
 )  # fmt: skip
 MERGE_PARAMS = Params(
     "hopper_merge",
-    outs="const float*", lses="const float*",  # of KV splits
+    outs="const float*", sums="const float*",  # of KV splits
     out="void*", lse="float*", sinks="const float*", **strides("out"),
     heads="int", seqlen_q="int", num_splits="int", wide="int",
 )  # fmt: skip
@@ -85,7 +85,7 @@ class HopperForward:
 
     def config(self, p: Problem, tile: Tile) -> Config:
         """What the kernel is cut to."""
-        return Config.of(p, tile)
+        return _config(p, tile)
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first."""
@@ -294,13 +294,18 @@ class Config(Schedule):
         } | self.layout.defines()  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
+def _config(p: Problem, tile: Tile) -> Config:
+    return Config.of(p, tile)
+
+
 @dataclass
 class Merge:
     """The launch that merges the results of KV splits, and the room that they take, in float32."""
 
     part: Part
     strides: tuple[int, int, int]  # of a split's output, which lies as a batch item's
-    lses: int  # bytes from the outputs on
+    sums: int  # bytes from the outputs on
     size: torch.Tensor  # one number, expanded to all that is in the room
 
     @classmethod
@@ -312,11 +317,11 @@ class Merge:
         fixed = of_strides("out", launch.strides(out))
         fixed |= {"heads": p.heads_q, "seqlen_q": p.seqlen_q, "num_splits": splits, "wide": int(wide)}
         kernel = nvrtc.Kernel(binary, MERGE_PARAMS, MERGE_COLUMNS, fixed=fixed)
-        takes = {"outs": "outs", "lses": "lses", "out": "out", "lse": "lse", "sinks": "sinks"}
+        takes = {"outs": "outs", "sums": "sums", "out": "out", "lse": "lse", "sinks": "sinks"}
         return cls(
             Part(kernel, rows * -(-p.dim_v // MERGE_COLUMNS), takes),
             (p.heads_q * p.seqlen_q * p.dim_v, p.seqlen_q * p.dim_v, p.dim_v), 4 * outs,
-            host.like((outs + splits * rows,), out.device),
+            host.like((outs + 2 * splits * rows,), out.device),
         )  # fmt: skip
 
 
@@ -384,7 +389,7 @@ class Ready:
             values += INPUTS.pack(at_q, *of[:3], at_k, *of[3:6], at_v, *of[6:]), work.data_ptr()
         if self.merge is not None:
             room = torch.empty_like(self.merge.size)
-            values += room.data_ptr(), room.data_ptr() + self.merge.lses
+            values += room.data_ptr(), room.data_ptr() + self.merge.sums
         if self.tensors:
             values += [t.data_ptr() for t in x.aux if isinstance(t, torch.Tensor)]
         self.row.start(values)
@@ -399,13 +404,13 @@ def _row(
     names = ["q_map", "k_map", "v_map", "out", "lse", "sinks"]
     names += ["out_map"] if m.staged else []
     names += ["inputs", "work"] if p.program.keep is not None else []
-    names += ["outs", "lses"] if merge is not None else []
+    names += ["outs", "sums"] if merge is not None else []
     names += tensors
     fixed = {name: value for name, value in fixed.items() if name not in tensors}
     fixed |= {name: none for name, none in {"out_map": b"", "inputs": b"", "work": 0}.items() if name not in names}
-    params = PARAMS.followed_by(expressions.parameters(p.program))
+    params = expressions.passed(PARAMS, p.program)
     kernel = nvrtc.Kernel(binary, params, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
-    takes = {name: name for name in kernel.changing} | ({} if merge is None else {"out": "outs", "lse": "lses"})
+    takes = {name: name for name in kernel.changing} | ({} if merge is None else {"out": "outs", "lse": "sums"})
     parts = [Part(kernel, grid, takes)]
     return Row(names, parts if merge is None else [*parts, merge.part])
 

@@ -205,7 +205,7 @@ class Ready:
         fixed |= {name: getattr(p, name) for name in LENGTHS}
         factor = p.softmax_scale * split.regained(p.dim) * launch.LOG2_E
         numbers = {"factor": factor, "scale": p.softmax_scale, "noise": noise(p)}
-        params = PARAMS.followed_by(expressions.parameters(p.program))
+        params = expressions.passed(PARAMS, p.program)
         kernel = nvrtc.Kernel(m.compile(), params, arch.WARPGROUP * (groups + 1), m.shared_bytes, fixed | numbers)
         grid = batch * heads * -(-length // (64 * groups))
         return cls(m, kernel, grid, {n: maps(*tensors[n]) for n in names}, (dx, dy))

@@ -234,7 +234,7 @@ class Ready:
             "tiles_head": tiles_head, "tiles": tiles, "section": m.section, "first": first,
             "factor": scaled["factor"], "scale": scaled["scale"], "noise": pairs.noise(p),
         }  # fmt: skip
-        params = PARAMS.followed_by(expressions.parameters(p.program))
+        params = expressions.passed(PARAMS, p.program)
         kernel = nvrtc.Kernel(binary, params, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
         return cls(
             m, kernel, min(sms, max(tiles, items)),

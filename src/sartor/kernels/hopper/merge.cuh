@@ -1,13 +1,15 @@
-// The results of KV splits merged: one weighs exp(lse - total) (Dao, Haziza, Massa and Sizov 2023, Flash-Decoding). A
-// block makes 128 columns of a row of the output; each of its four warps takes every fourth split.
+// The results of KV splits merged (Dao, Haziza, Massa and Sizov 2023, Flash-Decoding): one weighs its sum of exponentials,
+// which is relative to its highest score. A block makes 128 columns of a row of the output; each of its four warps takes
+// every fourth split.
 #pragma once
 
 struct Merge {
-  const float *outs, *lses;  // (batch, num_splits, heads, seqlen_q, COLUMNS), (batch, num_splits, heads, seqlen_q)
+  const float *outs, *sums;  // (batch, num_splits, heads, seqlen_q, COLUMNS), (batch, num_splits, heads, seqlen_q, 2)
   const int num_splits;
-  const i64 first, step;  // this row in `lses`, of the first split, and on to the next
+  const i64 first, step;  // this row in `sums`, of the first split, and on to the next
 
-  DEVICE float lse(int split) const { return lses[first + split * step]; }
+  DEVICE float highest(int split) const { return sums[2 * (first + split * step)]; }
+  DEVICE float total(int split) const { return sums[2 * (first + split * step) + 1]; }
   DEVICE void read(float (&x)[4], int split, int column) const {
     const float* from = outs + (first + split * step) * COLUMNS + column;
     if (COLUMNS % 4 == 0 && column < COLUMNS) {
@@ -25,18 +27,18 @@ extern "C" __global__ void __launch_bounds__(128) hopper_merge(HOPPER_MERGE_PARA
   const int query = row % seqlen_q, flat = row / seqlen_q, head = flat % heads, batch = flat / heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const i64 step = i64(heads) * seqlen_q;
-  const Merge from{outs, lses, num_splits, batch * num_splits * step + i64(head) * seqlen_q + query, step};
+  const Merge from{outs, sums, num_splits, batch * num_splits * step + i64(head) * seqlen_q + query, step};
 
   const float sink = sinks ? sinks[head] : -INF;
   float top = sink;
-  for (int split = lane; split < num_splits; split += 32) top = fmaxf(top, from.lse(split));
+  for (int split = lane; split < num_splits; split += 32) top = fmaxf(top, from.highest(split));
   UNROLL for (int way = 16; way; way /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, way));
-  const float base = fabsf(top) <= MOST ? top : 0.f;  // -inf: nothing is seen
+  const float base = fabsf(top) <= MOST ? top : 0.f;  // inf: the sum is NaN
 
   float share[4] = {0.f, 0.f, 0.f, 0.f}, total = 0.f;
 #pragma unroll 4
   for (int split = warp; split < num_splits; split += 4) {
-    const float weight = power2((from.lse(split) - base) * LOG2_E);
+    const float weight = from.total(split) * power2((from.highest(split) - base) * LOG2_E);
     float x[4];
     from.read(x, split, left + 4 * lane);
     UNROLL for (int e = 0; e < 4; e++) share[e] = fmaf(weight, x[e], share[e]);

@@ -87,7 +87,11 @@ struct Repair {
     const float highest = fmaxf(top, sink), shrink = power2((top - highest) * LOG2_E);
     const float l = sum * shrink + power2((sink - highest) * LOG2_E), inverse = l == 0.f ? 0.f : shrink / l;
     const int flat = item * n.heads_kv * n.group + head;
+#if SPLIT
+    if (lane == 0) store_sum(t.lse, i64(flat) * n.seqlen_q + row, highest, l);
+#else
     if (lane == 0) global_store(t.lse, i64(flat) * n.seqlen_q + row, l == 0.f ? -INF : highest + logarithm2(l) * LN_2);
+#endif
     const i64 place = item * t.out_batch + head * t.out_head + row * t.out_row;
     UNROLL for (int c = 0; c < ceil_div(DIM_V, 64); c++)
       UNROLL for (int e = 0; e < 2; e++) {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from sartor.device import Device
 from sartor.kernels.spec import Tile
@@ -100,21 +100,12 @@ class Schedule:
             rounds = max(rounds * self.mean(tiles_head), 1.0) if self.mask else math.ceil(rounds)
             return Assignment(tiles_head, tiles, tiles, 0, self.groups, step[self.groups] * rounds)
         tiles_head, rest = divmod(self.slices, self.groups)
-        left, rests = tiles_head * heads % sms, [rest] * heads if rest else []
-
-        def last(width: int) -> float:
-            slices = [min(width, self.groups - i) for i in range(0, self.groups, width)] * left + rests
-            times = [step[n] for n in slices]
-            ends = times[:sms]  # of each SM, in rounds of all SMs
-            for first in range(sms, len(times), sms):
-                one = times[first : first + sms]
-                ends[: len(one)] = map(operator.add, ends, one)
-            return max(ends, default=0.0)
-
-        width = min(range(self.groups, 0, -1), key=last)
+        left, rests = tiles_head * heads % sms, heads if rest else 0
+        width, last = _last_wave(self.groups, left, rest, rests, sms, tuple(step.items()))
         whole, splits = tiles_head * heads - left, left * -(-self.groups // width)
-        time = step[self.groups] * whole / sms + last(width)
-        return Assignment(tiles_head, whole + splits + len(rests), whole, splits, width, time)
+        return Assignment(
+            tiles_head, whole + splits + rests, whole, splits, width, step[self.groups] * whole / sms + last
+        )
 
     def mean(self, tiles_head: int) -> float:
         """Time of a query tile in the mean, as a share of the longest's. Where later rows see more keys, a head's first
@@ -166,3 +157,24 @@ class Schedule:
         """Rounds of all blocks, the last ones, in which tiles are claimed late: who holds one back leaves others idle
         in the end. All, under a causal mask, whose longest tiles come first; else the loader is not to wait."""
         return EVERY if self.mask and not self.lower else 2
+
+
+@lru_cache(maxsize=4096)
+def _last_wave(
+    groups: int, left: int, rest: int, rests: int, sms: int, steps: tuple[tuple[int, float], ...]
+) -> tuple[int, float]:
+    """Of `left` tiles, dealt out in parts, and `rests` of `rest` slices: the width of a part by which they end soonest,
+    and how long they take. Other lengths ask for the same."""
+    step = dict(steps)
+
+    def last(width: int) -> float:
+        dealt = [min(width, groups - i) for i in range(0, groups, width)] * left + [rest] * rests
+        times = [step[slices] for slices in dealt]
+        ends = times[:sms]  # of each SM, which are given them in turns
+        for first in range(sms, len(times), sms):
+            turn = times[first : first + sms]
+            ends[: len(turn)] = map(operator.add, ends, turn)
+        return max(ends, default=0.0)
+
+    width = min(range(groups, 0, -1), key=last)
+    return width, last(width)

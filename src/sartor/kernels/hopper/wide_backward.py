@@ -299,7 +299,7 @@ class Cuts:
             fixed |= of_strides(name, launch.strides(tensors[name]))
         fixed |= {"factor": launch.LOG2_E * self.p.softmax_scale} | expressions.arguments(aux, self.p.program)
         reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
-        params = DKDV.followed_by(expressions.parameters(self.p.program))
+        params = expressions.passed(DKDV, self.p.program)
         of, of_v = m.widths
         widths = {"k": of, "q": of, "v": of_v, "dout": of_v}
         maps = {name: host.maps(tensors[name], (64, 1), width) for name, width in widths.items()}
@@ -318,7 +318,7 @@ class Cuts:
             "resumes": int(piece.first_tile > 0), "ends": int(piece.first_tile + piece.tiles == self.shape.keys),
             "folds": int(folds),
         }  # fmt: skip
-        params = DQ.followed_by(expressions.parameters(self.p.program))
+        params = expressions.passed(DQ, self.p.program)
         names = {name: name for name in ("k", "ds", "written", "zeros", "carry", "dq")} | {"marks": "bad_q"} | reads
         maps = {"k": host.maps(tensors["k"], (64, 1), m.widths[0])}
         return Step(nvrtc.Kernel(binary, params, 384, m.shared_bytes, fixed), pairs, names, maps)

@@ -161,8 +161,7 @@ def masking(program: Program, spans: tuple[Expr, ...] | None, uneven: bool = Fal
         return int(uneven)
     full_lo, full_hi = (e.args[0] if e.op == "const" else None for e in spans[2:])
     never = (full_lo is not None and full_lo >= BIG) or (full_hi is not None and full_hi <= 0)
-    loads = any(leaf.startswith("aux[") and program.aux[int(leaf[4:-1])].dtype for leaf in program.keep.leaves())
-    return 2 if never or (always and not loads) else 1
+    return 2 if never or (always and not program.loads) else 1
 
 
 def tile_bytes(program: Program, block_m: int, block_n: int) -> int:

@@ -137,7 +137,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="the suite for this machine")] = False,
     show: Annotated[bool, typer.Option("--list", help="name the suites")] = False,
     providers: Annotated[str, typer.Option(help="comma-separated; see docs/measuring.md")] = "",
-    modes: Annotated[str, typer.Option(help="comma-separated: fwd, bwd, fwd_bwd, decode")] = "",
+    modes: Annotated[str, typer.Option(help="comma-separated: fwd, bwd, fwd_bwd, decode, graph")] = "",
     dim: Annotated[str, typer.Option(help="ad hoc: 64,128 or 192/128")] = "",
     seqlen: Annotated[str, typer.Option(help="ad hoc: 512,1k,4k or 1/8k")] = "",
     heads: Annotated[str, typer.Option(help="ad hoc: 16 or 32/8; by default 2048 / dim")] = "",

@@ -10,7 +10,7 @@ import torch
 from sartor import testing
 from sartor.lab.measure import providers
 from sartor.lab.measure.memory import available_bytes
-from sartor.lab.workloads.workload import Inputs, Workload
+from sartor.lab.workloads.workload import FORWARD, Inputs, Workload
 
 Tensors = dict[str, torch.Tensor]
 FLOAT64_MATRICES = 12  # of scores, that the oracle and its error budget hold at once
@@ -95,7 +95,7 @@ class Judge:
 
 
 def _forward(w: Workload) -> bool:
-    return w.mode in ("fwd", "decode")
+    return w.mode in FORWARD
 
 
 def judged(w: Workload, device: torch.device) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def _slice(w: Workload, x: Inputs) -> tuple[Workload, Inputs]:
     k, v = (t.detach()[-1:, -heads_kv:] for t in (x.k, x.v))
     slopes, bias = None if x.slopes is None else x.slopes[-heads:], None if x.bias is None else x.bias[:, -heads:]
     table = None if x.table is None else x.table[-heads:]
-    small = Inputs(q, k, v, dout, x.ids, slopes, bias, x.keep, table)
+    small = Inputs(q, k, v, dout, x.ids, slopes, bias, x.keep, table, None if x.lengths is None else x.lengths[-1:])
     return replace(w, batch=1, heads_q=heads, heads_kv=heads_kv), small
 
 

@@ -12,7 +12,7 @@ import torch
 
 from sartor.device import Device
 from sartor.lab.ladder import catalogue as ladder
-from sartor.lab.measure import ablation, accuracy, fingerprint, fresh, providers, roofline
+from sartor.lab.measure import ablation, accuracy, fingerprint, fresh, providers, roofline, unseen
 from sartor.lab.measure.contention import Contention
 from sartor.lab.measure.memory import peak_mib
 from sartor.lab.measure.planned import plan_of
@@ -44,7 +44,7 @@ class Session:
             if time.monotonic() > deadline:
                 return
             tell(str(w))
-            yield self.first_calls(w, who) if suite.fresh else self.measure_one(w, who)
+            yield self.first_calls(w, who) if suite.fresh else self.measure_one(w, who, suite.unseen)
 
     def first_calls(self, w: Workload, who: tuple[str, ...]) -> list[Record]:
         """One record per provider, of first calls in processes of their own, or the reason why there are none."""
@@ -61,8 +61,8 @@ class Session:
                 record.skipped = providers.reason(error)
         return records
 
-    def measure_one(self, w: Workload, who: tuple[str, ...]) -> list[Record]:
-        """One record per provider: measured together, or skipped with the reason."""
+    def measure_one(self, w: Workload, who: tuple[str, ...], lengths: bool = False) -> list[Record]:
+        """One record per provider: measured together, or skipped with the reason. `lengths`: other ones too."""
         records = {name: Record.of(self.run, name, w) for name in who}
         try:
             x = Inputs.make(w, self.device)
@@ -73,17 +73,17 @@ class Session:
             return list(records.values())
         runs = {}
         for name, record in records.items():
-            run = self._prepare(record, w, x, judge)
+            run = self._prepare(record, w, x, judge, lengths)
             if run is not None:
                 runs[name] = run
         del judge
         before, others = sm_clock_mhz(self.device), Contention.watch(self.device)
-        timings = interleave(runs, self.device, self.budget, cold_l2=w.mode == "decode")
+        timings = interleave(runs, self.device, self.budget, cold_l2=w.mode in ("decode", "graph"))
         after, taken = sm_clock_mhz(self.device), others.share()
         for name, timing in timings.items():
             record = records[name]
             record.ms, record.ms_p20, record.ms_p80 = timing.ms, timing.at(0.2), timing.at(0.8)
-            record.host_us = timing.host_us
+            record.host_us, record.wall_us = timing.host_us, timing.wall_us
             record.clock_mhz_before, record.clock_mhz_after, record.contention = before, after, taken
             _rates(record, w, self.ceilings)
         del runs, x
@@ -92,8 +92,9 @@ class Session:
             sign(record, self.device)
         return list(records.values())
 
-    def _prepare(self, record: Record, w: Workload, x: Inputs, judge: accuracy.Judge | None) -> Any:
-        """The closure to time, with first call, errors and memory in the record; None with the reason in `skipped`."""
+    def _prepare(self, record: Record, w: Workload, x: Inputs, judge: accuracy.Judge | None, lengths: bool) -> Any:
+        """The closure to time, with first call, errors, memory and, if asked for, calls of other lengths in the record;
+        None with the reason in `skipped`."""
         provider = providers.get(record.provider)
         record.skipped = provider.why_not(w, self.device) or None
         if record.skipped:
@@ -115,6 +116,7 @@ class Session:
                 }
             both = replace(w, mode="fwd_bwd") if w.mode == "bwd" else w  # what a backward keeps from its forward counts
             record.peak_mem_mib = peak_mib(providers.runner(attend, both, x), self.device)
+            record.unseen_us = unseen.call_us(attend, w, x, self.device) if lengths else None
             return run
         except Exception as error:  # whatever a provider throws is a fact about it, and goes into its record
             record.skipped = providers.reason(error)

@@ -21,9 +21,9 @@ from sartor import kernels
 from sartor.device import Device
 from sartor.errors import Unsupported
 from sartor.lab.ladder import catalogue as ladder
-from sartor.lab.measure import ablation, flash
+from sartor.lab.measure import ablation, faces, flash
 from sartor.lab.measure.memory import available_bytes
-from sartor.lab.workloads.workload import Inputs, Pattern, Workload
+from sartor.lab.workloads.workload import FORWARD, Inputs, Pattern, Workload
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -107,6 +107,8 @@ def options(w: Workload, x: Inputs) -> dict[str, Any]:
     if x.bias is not None:
         found["bias"] = x.bias
     mask = sartor.mods.document(x.ids) if x.ids is not None else None
+    if x.lengths is not None:
+        mask = sartor.mods.cached(x.lengths, w.seqlen_q, w.seqlen_kv)
     if p.prefix:
         prefix = sartor.mods.prefix(p.prefix)
         mask = prefix if mask is None else mask & prefix
@@ -230,6 +232,8 @@ provider("sdpa", _no_softcap)(_sdpa(None))
 provider("sdpa-cudnn", _sdpa_gpu(True, True, False))(_sdpa(SDPBackend.CUDNN_ATTENTION))
 provider("sdpa-flash", _sdpa_gpu(False, True, False, 256))(_sdpa(SDPBackend.FLASH_ATTENTION))
 provider("sdpa-efficient", _sdpa_gpu(True, False, True))(_sdpa(SDPBackend.EFFICIENT_ATTENTION))
+for _name, _face in faces.FACES.items():
+    provider(_name, _face.why_not)(_face.make)
 for _name, _library in flash.LIBRARIES.items():
     provider(_name, _library.why_not)(_library.make)
 
@@ -323,15 +327,36 @@ def _flex_score(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
 
 def runner(attend: Attend, w: Workload, x: Inputs) -> Callable[[], Any]:
     """The call to time for a mode. A backward's graph is built here, outside the timed call, and kept."""
-    if w.mode in ("fwd", "decode"):
+    if w.mode in FORWARD:
 
         def forward() -> Tensor:
             with torch.no_grad():
                 return attend(x.q, x.k, x.v)
 
-        return forward
+        return captured(forward) if w.mode == "graph" else forward
     leaves = (x.q, x.k, x.v)
     if w.mode == "fwd_bwd":
         return lambda: torch.autograd.grad(attend(*leaves), leaves, x.dout)
     out = attend(*leaves)
     return lambda: torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """A CUDA graph of one call. Raises RuntimeError where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("a CUDA graph needs an NVIDIA GPU")
+    aside = torch.cuda.Stream()  # what a first call does is no part of it
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay

@@ -74,6 +74,8 @@ class Record:
     disk_call_s: float | None = None
     import_s: float | None = None
     contention: float | None = None
+    wall_us: float | None = None
+    unseen_us: float | None = None
 
     @classmethod
     def of(cls, run: Run, provider: str, w: Workload) -> Record:

@@ -21,6 +21,7 @@ from statistics import median
 import torch
 
 Run = Callable[[], object]
+LOOPS, LONGEST_MS = 5, 3.0  # of 50 calls each that the host does not enqueue ahead, where a call is no longer
 QUEUE = 100  # calls and events enqueued at a time: a stream holds about a thousand launches, a call may make ten
 
 
@@ -45,10 +46,12 @@ class Budget:
 
 @dataclass
 class Timing:
-    """Milliseconds per call: median, 20th and 80th percentile of the samples; host_us to enqueue one call."""
+    """Milliseconds per call: median, 20th and 80th percentile of the samples; of calls that the host does not enqueue
+    ahead, host_us to enqueue one, and wall_us from one to the next."""
 
     samples: list[float] = field(default_factory=list)
     host_us: float | None = None
+    wall_us: float | None = None
 
     def at(self, fraction: float) -> float:
         """The sample at a fraction of the sorted samples."""
@@ -90,8 +93,14 @@ def interleave(
             break
         for name in order:
             timings[name].samples += turn(name)
-    for name, run in runs.items():
-        timings[name].host_us = clock.host_us(run, warm[name])
+    loops: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for order in islice(orders(list(runs)), LOOPS):
+        for name in order:
+            loops[name] += clock.loop(runs[name], warm[name])
+    for name, found in loops.items():
+        if found:
+            timings[name].wall_us = median(wall for _, wall in found)
+            timings[name].host_us = median(host for host, _ in found) if warm[name] <= 1.0 else None
     return timings
 
 
@@ -137,9 +146,9 @@ class _HostClock:
             out.append((time.perf_counter() - start) * 1e3 / calls)
         return out
 
-    def host_us(self, run: Run, ms: float) -> float | None:
+    def loop(self, run: Run, ms: float) -> list[tuple[float, float]]:
         """On a CPU the call is the work: there is nothing to tell apart."""
-        return None
+        return []
 
 
 class _CudaClock:
@@ -209,18 +218,20 @@ class _CudaClock:
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(end) / calls for start, end in events]
 
-    def host_us(self, run: Run, ms: float) -> float | None:
-        """Microseconds to enqueue one call, over 50 calls; for calls short enough that the queue cannot fill."""
-        if ms > 1.0:
-            return None
-        run()
+    def loop(self, run: Run, ms: float) -> list[tuple[float, float]]:
+        """Microseconds a call, over 50 calls: of the host until all are enqueued, where they are short enough that the
+        queue cannot fill, and until all are done."""
+        if ms > LONGEST_MS:
+            return []
+        for _ in range(5):
+            run()
         torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         for _ in range(50):
             run()
-        host_us = (time.perf_counter() - begin) * 2e4
+        enqueued = time.perf_counter()
         torch.cuda.synchronize(self.device)
-        return host_us
+        return [((enqueued - begin) * 2e4, (time.perf_counter() - begin) * 2e4)]
 
 
 def synchronize(device: torch.device) -> None:

@@ -23,6 +23,10 @@ PROVIDERS = {
     "sartor": Look("Sartor", "#D55E00", "o"),
     "sartor:triton": Look("Sartor (Triton)", "#F2B27F", "D"),
     "sartor:fp32_forward": Look("Sartor (Triton)", "#F2B27F", "D"),
+    "sartor-varlen": Look("Sartor (flash_attn_varlen_func)", "#F2B27F", "D"),
+    "sartor-kvcache": Look("Sartor (flash_attn_with_kvcache)", "#F2B27F", "D"),
+    "sartor-kvcache-new": Look("Sartor (the same, new keys)", "#A04000", "X"),
+    "torch-varlen": Look("PyTorch varlen_attn", "#009E73", "P"),
     "tf32": Look("Sartor (TF32)", "#882255", "X"),
     "eager": Look("PyTorch eager", "#444444", "s"),
     "sdpa": Look("PyTorch SDPA", "#332288", "^"),
@@ -37,7 +41,8 @@ PROVIDERS = {
 }
 SHADES = ("#F2B27F", "#D55E00", "#A04000", "#5A2100")  # of rungs and of kernels by name, in order of appearance
 MARKERS = "oDsXP"
-MODES = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward and backward", "decode": "decoding"}
+MODES = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward and backward", "decode": "decoding",
+         "graph": "decoding in a CUDA graph"}  # fmt: skip
 
 
 def provider(code: str) -> str:
@@ -77,7 +82,7 @@ def mask(text: str) -> str:
         f"first {p.prefix} keys": p.prefix, "a bool for each pair": p.tensor, "a bias for each pair": p.bias,
         f"softcap {p.softcap:g}": p.softcap, "ALiBi": p.alibi,
         f"NATTEN {p.natten} x {p.natten}": p.natten, f"dilated by {p.dilated}": p.dilated,
-        "relative table": p.relative,
+        "relative table": p.relative, "caches filled in part": p.cached,
     }  # fmt: skip
     said = ", ".join(word for word, holds in words.items() if holds)
     return (f"{said} (top left)" if p.causal == "top_left" else said) or "full"

@@ -144,7 +144,7 @@ def grid(records: list[Record], folder: Path) -> list[Path]:
     """
     files = []
     for (mode, dtype), found in panels(records, lambda r: (r.mode, r.dtype)).items():
-        key, unit = ("gbps", "GB/s") if mode == "decode" else ("tflops", "useful TFLOP/s")
+        key, unit = ("gbps", "GB/s") if mode in ("decode", "graph") else ("tflops", "useful TFLOP/s")
         groups = panels(found, lambda r: (r.mask, r.dim, r.heads_q, r.heads_kv))
         groups = {k: v for k, v in groups.items() if len({_place(r) for r in v}) >= FEWEST}
         least = max((getattr(r, key) or 0 for r in found), default=0) / 50
@@ -174,7 +174,7 @@ def _grid(
     for axis in axes[:, 0]:
         axis.set_ylabel("GB/s" if key == "gbps" else "TFLOP/s")
     for axis in axes[-1]:
-        axis.set_xlabel("keys, for one query" if drawn[0].mode == "decode" else "sequence length")
+        axis.set_xlabel("keys, for one query" if drawn[0].mode in ("decode", "graph") else "sequence length")
     return save(figure, folder, name, drawn, f"{title} ({MOST})")
 
 

@@ -12,10 +12,12 @@ from sartor.lab.measure import check
 from sartor.lab.measure.contention import MOST, SPREAD, disturbed
 from sartor.lab.measure.records import Record
 from sartor.lab.measure.rehearsal import Launched
+from sartor.lab.measure.timing import LONGEST_MS
 from sartor.lab.show import names
 from sartor.lab.show.table import LABELS, NONE, Pivot, Table, number
 
 Verified = Callable[[Record], bool]
+BY_BYTES = ("decode", "graph")  # modes that are as fast as memory is read
 
 
 def speed(
@@ -24,7 +26,7 @@ def speed(
     """Milliseconds and TFLOP/s (of a CPU GFLOP/s, of decoding GB/s) of every provider, and how `ours` compares. A time
     that is not to be trusted is marked ~."""
     pivot = Pivot.of(records)
-    unit = "GB/s" if all(r.mode == "decode" for r in records) else rate_unit(records[0].device)
+    unit = "GB/s" if all(r.mode in BY_BYTES for r in records) else rate_unit(records[0].device)
     table = _table(pivot, f"ms and {unit}", [*_words(pivot), f"vs {names.provider(baseline)}", "vs best"])
     reasons: dict[str, None] = {}
     ratios: list[float] = []
@@ -96,7 +98,7 @@ def _speed(r: Record) -> str:
     if r.ms is None:
         return ""
     mark = "~" if disturbed(r) else ""
-    return f"{mark}{number(r.ms)} / {number(r.gbps) if r.mode == 'decode' else rate(r.tflops, r.device)}"
+    return f"{mark}{number(r.ms)} / {number(r.gbps) if r.mode in BY_BYTES else rate(r.tflops, r.device)}"
 
 
 def _calls(r: Record) -> str:
@@ -182,6 +184,31 @@ def host(records: list[Record]) -> Table:
         times = [cells[name].host_us if name in cells else None for name in pivot.providers]
         table.rows.append(pivot.axes(cells) + [NONE if t is None else f"{t:.1f}" for t in times])
     return table
+
+
+def cost(records: list[Record], baseline: str) -> Table:
+    """Microseconds from one call to the next in a loop, and of a call of a length that was not seen before."""
+    pivot = Pivot.of([r for r in records if r.ms])
+    headers = [f"vs {names.provider(baseline)}", "new length", f"of {names.provider(baseline)}"]
+    table = _table(pivot, "microseconds a call in a loop, host and device together", [*_words(pivot), *headers])
+    for cells in pivot.rows:
+        walls = {name: wall(r) for name, r in cells.items()}
+        new = [cells[name].unseen_us if name in cells else None for name in ("sartor", baseline)]
+        table.rows.append([
+            *pivot.axes(cells), *(number(walls.get(name)) for name in pivot.providers),
+            _ratio(walls.get(baseline), walls.get("sartor")), *map(number, new),
+        ])  # fmt: skip
+    table.notes.append(
+        "New length: a call of a length that the process has not seen, whose kernels it has compiled, to its end."
+    )
+    return table
+
+
+def wall(r: Record) -> float | None:
+    """Microseconds a call in a loop. Where it was in none it is as long as it was timed, on a CPU and where the host is
+    far ahead; of other records, that are older, None."""
+    timed = r.ms is not None and (r.device == "cpu" or r.ms > LONGEST_MS)
+    return 1e3 * r.ms if r.wall_us is None and timed and r.ms else r.wall_us
 
 
 def first(records: list[Record], verified: Verified = lambda r: True) -> Table:

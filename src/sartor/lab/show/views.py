@@ -100,6 +100,8 @@ def show(console: Console, records: list[Record], suite: Suite, session: Session
             console.print(tables.memory(found).rich())
         if suite.name == "small" and any(r.host_us for r in found):
             console.print(tables.host(found).rich())
+        if suite.unseen and any(r.ms for r in found):
+            console.print(tables.cost(found, suite.baseline).rich())
         if any(r.err_rel for r in found):
             console.print(tables.accuracy(found).rich())
     where = session.run.environment["device"]

@@ -26,7 +26,8 @@ GRID_KEYS = {
 @dataclass(frozen=True)
 class Suite:
     """Workloads in order, each with its providers; ratios are taken of `ours` against `baseline`; `lead_ms` and
-    `rounds` are as in `timing.Budget`; `fresh` asks for first calls, not for times."""
+    `rounds` are as in `timing.Budget`; `fresh` asks for first calls, not for times, `unseen` also for calls of lengths
+    that are new."""
 
     name: str
     description: str
@@ -36,6 +37,7 @@ class Suite:
     lead_ms: float | None = None
     rounds: int = 10
     fresh: bool = False
+    unseen: bool = False
     ours: str = "sartor"
 
     def narrowed(self, providers: list[str], modes: list[str]) -> Suite:
@@ -80,7 +82,8 @@ def parse(name: str, table: dict[str, Any]) -> Suite:
         cases += [(w, tuple(grid.get("providers", who))) for w in expand(grid, grid.get("modes", modes))]
     return Suite(
         name, table.get("description", ""), table.get("baseline", "sdpa"), tuple(cases), tuple(table.get("plots", ())),
-        table.get("lead_ms"), table.get("rounds", 10), table.get("fresh", False), table.get("ours", "sartor"),
+        table.get("lead_ms"), table.get("rounds", 10), table.get("fresh", False),
+        table.get("unseen", False), table.get("ours", "sartor"),
     )  # fmt: skip
 
 

@@ -14,13 +14,14 @@ import torch
 from sartor.lab.workloads import scattered
 from sartor.problem import DTYPES, name_of
 
-MODES = ("fwd", "bwd", "fwd_bwd", "decode")
+MODES = ("fwd", "bwd", "fwd_bwd", "decode", "graph")
+FORWARD = ("fwd", "decode", "graph")  # those without gradients; of the last two the L2 cache is cold
 SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim", "dim_v")
-FACTORS = {"fwd": 1.0, "decode": 1.0, "bwd": 2.5, "fwd_bwd": 3.5}  # matrix products: 2, 5, 7
+FACTORS = dict.fromkeys(FORWARD, 1.0) | {"bwd": 2.5, "fwd_bwd": 3.5}  # matrix products: 2, 5, 7
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 PARTS = re.compile(
     r"full|causal|causal_top_left|window(?P<window>\d+)|document(?P<document>\d+)"
-    r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|alibi|bias|tensor|relative"
+    r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|alibi|bias|tensor|relative|cached"
     r"|natten(?P<natten>\d+)|dilated(?P<dilated>\d+)"
 )
 
@@ -37,6 +38,7 @@ class Pattern:
     alibi: bool = False
     bias: bool = False
     tensor: bool = False
+    cached: bool = False  # places of a cache, of which each batch item has filled some
     relative: bool = False  # a table of each head and distance, added to the scores
     natten: int = 0  # width of the neighbourhood in a square image
     dilated: int = 0  # from each key that is seen to the next
@@ -50,7 +52,7 @@ class Pattern:
             if match is None:
                 known = (
                     "full, causal, causal_top_left, windowN, documentN, prefixN, nattenN, dilatedN, softcapN, alibi,"
-                    " relative, bias, tensor"
+                    " relative, bias, tensor, cached"
                 )
                 raise ValueError(f"mask part must be one of {known}, got {part!r}")
             numbers = {k: int(v) for k, v in match.groupdict().items() if v is not None}
@@ -59,7 +61,7 @@ class Pattern:
             found |= numbers
             if part.startswith("causal"):
                 found["causal"] = "top_left" if part.endswith("left") else "bottom_right"
-            if part in ("alibi", "bias", "tensor", "relative"):
+            if part in ("alibi", "bias", "tensor", "relative", "cached"):
                 found[part] = True
         return cls(**found)
 
@@ -85,6 +87,13 @@ def document_ids(documents: int, seqlen: int) -> np.ndarray:
     weights = np.arange(documents) % 3 + 1
     ends = (np.cumsum(weights) * seqlen) // weights.sum()
     return np.searchsorted(ends, np.arange(seqlen), side="right").astype(np.int32)
+
+
+def filled(p: Pattern, batch: int, places: int) -> np.ndarray:
+    """Places of a cache that each batch item has filled: all, or from a share to all of them."""
+    items = np.arange(1, batch + 1) if p.cached else np.full(batch, batch)
+    found: np.ndarray = np.maximum(items * places // batch, 1).astype(np.int32)
+    return found
 
 
 def key_span(p: Pattern, sq: int, skv: int) -> tuple[np.ndarray, np.ndarray]:
@@ -148,6 +157,8 @@ class Workload:
             scattered.refuse(p.natten, (self.seqlen_q, self.seqlen_kv), self.mask)
         if p.scattered(self.seqlen_q) and replace(p.mask, natten=0, dilated=0) != Pattern():
             raise ValueError(f"masks nattenN and dilatedN go with scores alone, got {self.mask!r}")
+        if p.cached and replace(p.mask, cached=False) != Pattern():
+            raise ValueError(f"mask cached goes with scores alone, got {self.mask!r}")
 
     @cached_property
     def pattern(self) -> Pattern:
@@ -163,6 +174,8 @@ class Workload:
         keep = p.scattered(sq)
         if keep is not None:
             return float(scattered.hull(keep, sq, skv)[2])
+        if p.cached:
+            return float(sq * filled(p, self.batch, skv).mean())
         lo, hi = key_span(p, sq, skv)
         return float((hi - lo).sum())
 
@@ -184,7 +197,7 @@ class Workload:
         """Bytes that must move at least once: inputs and outputs of the mode, LSE included."""
         size = self.torch_dtype.itemsize
         q = self.batch * self.heads_q * self.seqlen_q
-        kv = self.batch * self.heads_kv * self.seqlen_kv
+        kv = self.heads_kv * int(filled(self.pattern, self.batch, self.seqlen_kv).sum())
         forward = size * (q + kv) * (self.dim + self.dim_v) + 4 * q
         backward = size * (2 * (q + kv) * (self.dim + self.dim_v) + q * self.dim_v) + 8 * q
         return {"bwd": backward, "fwd_bwd": forward + backward}.get(self.mode, forward)
@@ -221,6 +234,7 @@ class Inputs:
     bias: torch.Tensor | None = None  # (1, hq, sq, skv)
     keep: torch.Tensor | None = None  # (1, 1, sq, skv) bool
     table: torch.Tensor | None = None  # (hq, sq + skv - 1), read at q - kv + skv - 1
+    lengths: torch.Tensor | None = None  # (b,) int32, places of a cache that are filled
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -235,6 +249,8 @@ class Inputs:
         self, p = cls(q, k, v, empty(w.batch, w.heads_q, w.seqlen_q, w.dim_v)), w.pattern
         if p.document:
             self.ids = empty(1, w.seqlen_kv, dtype=torch.int32)
+        if p.cached:
+            self.lengths = empty(w.batch, dtype=torch.int32)
         if p.alibi:
             self.slopes = empty(w.heads_q, dtype=torch.float32)
         if p.bias:
@@ -264,6 +280,8 @@ class Inputs:
         self, p = cls(q, k, v, dout), w.pattern
         if p.document:
             self.ids = torch.from_numpy(document_ids(p.document, w.seqlen_kv))[None].to(device)
+        if p.cached:
+            self.lengths = torch.from_numpy(filled(p, w.batch, w.seqlen_kv)).to(device)
         if p.alibi:  # Press et al. 2022: a geometric sequence down to 2^-8
             heads = torch.arange(1, w.heads_q + 1, device=device, dtype=torch.float32)
             self.slopes = torch.exp2(-8 * heads / w.heads_q)
@@ -280,7 +298,7 @@ class Inputs:
         return self
 
     def visible(self, w: Workload) -> torch.Tensor | None:
-        """The whole mask as a bool tensor (1, 1, sq, skv), True = attend; None when everything is visible."""
+        """The whole mask as a bool tensor (1 or batch, 1, sq, skv), True = attend; None when everything is visible."""
         if "visible" not in self.cache:
             lo, hi = (torch.from_numpy(x).to(self.q.device) for x in key_span(w.pattern, w.seqlen_q, w.seqlen_kv))
             key = torch.arange(w.seqlen_kv, device=self.q.device)
@@ -288,6 +306,8 @@ class Inputs:
             scattered_one = w.pattern.scattered(w.seqlen_q)
             if scattered_one is not None:
                 inside = inside & scattered_one(0, 0, torch.arange(w.seqlen_q, device=key.device)[:, None], key)
+            if self.lengths is not None:
+                inside = inside & (key < self.lengths.view(-1, 1, 1, 1))
             self.cache["visible"] = inside if self.keep is None else inside & self.keep
         if w.pattern.mask == Pattern():
             return None
