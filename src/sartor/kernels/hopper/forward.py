@@ -84,7 +84,7 @@ class HopperForward:
         return why or launch.no_tile(self, p, dev)
 
     def config(self, p: Problem, tile: Tile) -> Config:
-        """What the kernel is cut to."""
+        """What the kernel is compiled for."""
         return _config(p, tile)
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
@@ -105,7 +105,7 @@ class HopperForward:
         return self.config(plan.problem, plan.tile).shared_bytes
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
-        """The kernel cut to a problem; needs no GPU."""
+        """The kernel compiled for a problem; needs no GPU."""
         m, dtype = self.config(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
         return arch.build(m, dtype, "hopper/forward", (m.block_n, m.dim_v), (PARAMS, MERGE_PARAMS))
 
@@ -140,7 +140,7 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Config(Schedule):
-    """What the kernel is cut to, beyond the problem: see the head of `forward.cuh`. A tile's stages are key and
+    """What the kernel is compiled for, beyond the problem: see the head of `forward.cuh`. A tile's stages are key and
     value tiles together, the odd one for keys: they stay longer, for tiles that are done again."""
 
     stages_k: int

@@ -95,7 +95,7 @@ class HopperFp32:
         return Config.of(plan.problem, plan.tile).shared_bytes
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
-        """The kernel cut to a problem; needs no GPU."""
+        """The kernel compiled for a problem; needs no GPU."""
         m = Config.of(p, tile)
         return arch.build(m, "f16", "hopper/fp32_forward", (m.block_n, m.dim_v), (PARAMS,))
 
@@ -129,7 +129,7 @@ class HopperFp32:
 
 
 class Config(hopper_forward.Config):
-    """What the kernel is cut to: see the head of `fp32_forward.cuh`."""
+    """What the kernel is compiled for: see the head of `fp32_forward.cuh`."""
 
     @classmethod
     def of(cls, p: Problem, tile: Tile) -> Config:

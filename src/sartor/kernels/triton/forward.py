@@ -1,4 +1,4 @@
-"""The portable forward: FlashAttention-2's loop order in Triton, cut to the exact head dim.
+"""The portable forward: FlashAttention-2's loop order in Triton, for the exact head dim.
 
 One program computes BLOCK_M rows of one head. Its mainloop visits the key tiles that the mask leaves; a uniform branch
 skips the mask in full tiles, which is cheaper than a loop of their own that would fill its pipeline anew. Softmax is
