@@ -91,7 +91,7 @@ class HopperForward:
         """Tiles that fit shared memory and registers, best guess first."""
         for g, n, s in _grid(p):
             m = self.config(p, Tile(64 * g, n, 4 * (g + 1), s))
-            fits = m.accumulators + 8 * len(m.near) <= m.registers and m.shared_bytes <= launch.room(dev)
+            fits = m.accumulators + 8 * len(m.near) <= m.registers and m.shared_bytes <= launch.smem_limit(dev)
             if fits and not m.stuck:
                 yield m.tile
 

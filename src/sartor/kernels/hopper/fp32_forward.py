@@ -82,7 +82,7 @@ class HopperFp32:
                 for stages in (6, 5, 4, 3, 2):
                     m = Config.of(p, Tile(64 * groups, block_n, 4 * (groups + 1), stages))
                     fits = m.accumulators + reads <= (128 if groups == 3 else 192)
-                    if fits and m.shared_bytes <= launch.room(dev):
+                    if fits and m.shared_bytes <= launch.smem_limit(dev):
                         yield m.tile
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
