@@ -267,7 +267,7 @@ class Config(Schedule):
         qk, v = self.row_bytes
         step = 1024 if self.widths[1] else 1  # a chunk of 64 columns begins on 1024 bytes
         q_tile, k_tile = (-(-rows * qk // step) * step for rows in (64, self.block_n))
-        barriers = self.stages_k + self.stages_v + 3 + q_buffers * self.groups  # 3: of notes, and of the word
+        barriers = self.stages_k + self.stages_v + 3 + q_buffers * self.groups  # 3: two of work tiles, and `next`
         near = sum(self.block_n * expressions.size(self.p.program.aux[i]) + 16 for i in self.near)
         job = 24 + (536 if self.mask == 2 else 24) * self.groups
         return Layout(

@@ -52,9 +52,8 @@ class Fp32Backward(TritonBackward):
             if not launch.sums_fit(dev, held, COLUMNS):
                 continue
             for stages in some:
-                if max(self.smem_bytes(p, stepped, held, stages), exact_bytes(p, d + dv, held)) <= launch.smem_limit(
-                    dev
-                ):
+                size = max(self.smem_bytes(p, stepped, held, stages), exact_bytes(p, d + dv, held))
+                if size <= launch.smem_limit(dev):
                     yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
 
     def steps(
