@@ -36,7 +36,7 @@ constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = G
 constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, of a warpgroup and of a warp
 constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's last three products, not the second
 
-// ---- layout of shared memory, as Config.laid_out has it: held tiles, stepped tiles, dS of two tiles (FUSED), of each stage lse
+// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, dS of two tiles (FUSED), of each stage lse
 // and delta of its rows (KEYS), intervals of the held rows (SHARED_SPANS), barriers, room to begin on 1024
 using DsTile = Staged<64 * GROUPS, BLOCK, 64>;  // dS, queries by keys: a chunk a warpgroup
 constexpr int AT_STAGES = HELD * GROUPS * Held::bytes, STAGE_BYTES = (2 - APART) * Tile::bytes;
@@ -145,7 +145,6 @@ DEVICE void bring_rows(u32 base, Task task, const float* from, float past, u32 p
   });
 }
 
-// ---- consumer warpgroup
 struct Consumer : Worker {
   Rings rings;
   float s[BLOCK / 2], dp[BLOCK / 2], dx[DIM / 2], dy[DIM / 2];

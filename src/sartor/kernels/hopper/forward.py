@@ -105,7 +105,7 @@ class HopperForward:
         return self.config(plan.problem, plan.tile).shared_bytes
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
-        """The kernel compiled for a problem; needs no GPU."""
+        """The kernel cut to a problem; needs no GPU."""
         m, dtype = self.config(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
         return arch.build(m, dtype, "hopper/forward", (m.block_n, m.dim_v), (PARAMS, MERGE_PARAMS))
 
