@@ -46,7 +46,7 @@ def sound(config, spills=0):
     binary = config.compile()
     assert all(found.spill_bytes <= spills for found in binary.resources.values())
     assert "C75" not in binary.log  # what ptxas says of wgmma it has to serialise
-    assert config.shared_bytes <= launch.room(DEVICE)
+    assert config.shared_bytes <= launch.smem_limit(DEVICE)
     assert config.stages >= 2
     assert config.block >= 64  # of fewer, products would wait for the held rows
     return set(binary.resources)
@@ -212,7 +212,7 @@ def test_tile(name, dtype, dim):
     (tile,) = spec.tiles(p, DEVICE)
     assert spec.fits(p, DEVICE, tile)
     assert not spec.fits(p, DEVICE, replace(tile, block_m=32))
-    assert spec.shared_bytes(Plan(spec, p, DEVICE, tile, "test")) <= launch.room(DEVICE)
+    assert spec.shared_bytes(Plan(spec, p, DEVICE, tile, "test")) <= launch.smem_limit(DEVICE)
 
 
 @pytest.mark.parametrize("causal", [False, True])

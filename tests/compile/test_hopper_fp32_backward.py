@@ -43,7 +43,7 @@ def test_kernels(dim, dim_v, causal, keys):
     (found,) = binary.resources.values()
     assert found.spill_bytes <= (MOST_SPILLS if keys else 0)
     assert "C75" not in binary.log  # what ptxas says of wgmma it has to serialise
-    assert config.shared_bytes <= launch.room(DEVICE)
+    assert config.shared_bytes <= launch.smem_limit(DEVICE)
 
 
 @pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])

@@ -46,7 +46,7 @@ def test_kernels(dim, dim_v, options, dtype):
         assert all(found.spill_bytes == 0 for found in binary.resources.values())
         assert all(binary.resources[name].registers == 168 for name in names - {"preprocess"})  # as setmaxnreg is told
         assert "C75" not in binary.log  # what ptxas says of wgmma it has to serialise, and of setmaxnreg it leaves out
-        assert config.shared_bytes <= launch.room(DEVICE)
+        assert config.shared_bytes <= launch.smem_limit(DEVICE)
 
 
 @pytest.mark.parametrize("dims", [(256, 256), (192, 128)], ids=str)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 import sartor.distributed as context
 from sartor import mods
 from sartor.distributed import Sharding
-from sartor.distributed.balance import imbalance, visible_tiles
+from sartor.distributed.balance import TILE, visible_tiles
 from sartor.distributed.sharding import KINDS
 from sartor.distributed.shift import Frame, shifted, shifted_band
 from sartor.distributed.sight import ALIGNED, sight
@@ -175,6 +175,18 @@ def lognormal_ids(seqlen, seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.empty(seqlen // 64).log_normal_(7.0, 1.1, generator=generator).long().clamp(16, seqlen)
     return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[:seqlen].int()[None]
+
+
+def imbalance(sharding, tiles):
+    """The largest number of visible tiles of a rank over the mean; a cut tile counts by its share."""
+    loads = []
+    for runs in sharding.runs:
+        load = 0.0
+        for run in runs:
+            numbers, counts = torch.unique((torch.arange(run.count) * run.step + run.first) // TILE, return_counts=True)
+            load += float((tiles[numbers] * counts).sum()) / TILE
+        loads.append(load)
+    return max(loads) * len(loads) / sum(loads)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])

@@ -95,17 +95,3 @@ def _swap(owners: list[list[int]], weights: list[float]) -> bool:
     other, i, j = pair
     owners[full][i], owners[other][j] = owners[other][j], owners[full][i]
     return True
-
-
-def imbalance(sharding: Sharding, tiles: torch.Tensor) -> float:
-    """The largest number of visible tiles of a rank over the mean; a tile of queries that is cut counts by its part."""
-    loads = []
-    for runs in sharding.runs:
-        load = 0.0
-        for run in runs:
-            places = torch.arange(run.count, device="cpu") * run.step + run.first
-            numbers, counts = torch.unique(places // TILE, return_counts=True)
-            load += float((tiles[numbers] * counts).sum()) / TILE
-        loads.append(load)
-    mean = sum(loads) / len(loads)
-    return max(loads) / mean if mean else 1.0

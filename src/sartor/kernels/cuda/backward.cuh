@@ -13,7 +13,7 @@
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int SECTION = 16;  // heads of which, under a mask, the longest blocks begin first: cuda/schedule.cuh
 
-// What this block does
+// ---- task: the rows that a block holds, and the tiles that its mainloop visits
 struct Task {
   const Params& t;
   const Shape& n;
@@ -148,7 +148,7 @@ struct Task {
 };
 struct Nothing { DEVICE void operator()() const {} };
 
-// A consumer warpgroup: where it is, and what it does with rows
+// ---- consumer warpgroup: its rows, the mask, marks
 struct Worker {
 #if PERSISTENT
   Task task;
@@ -224,7 +224,7 @@ struct Worker {
   }
 };
 
-// A block's work: four warps that load, each told its number, and warpgroups that multiply, each told its own
+// ---- warp specialisation: the four producer warps call `load` with their numbers, consumer warpgroups `multiply`
 template <class Rings, class Load, class Multiply> DEVICE void specialize_warps(u32 base, Load load, Multiply multiply) {
   if (threadIdx.x == 0) Rings(base).init();
   __syncthreads();

@@ -41,8 +41,8 @@ def reasons(p: Problem, dev: Device, capability: int) -> list[str]:
     return [*why, *(f"needs masks and scores that read a dtype CUDA C++ has, got {dtype}" for dtype in unknown)]
 
 
-class Cut(Protocol):
-    """What a kernel is cut to, whichever it is."""
+class AnyConfig(Protocol):
+    """What a kernel is compiled for, whichever it is."""
 
     @property
     def p(self) -> Problem:
@@ -57,7 +57,7 @@ class Cut(Protocol):
 
 
 def build(
-    target: str, m: Cut, dtype: str, file: str, widths: Iterable[int], kernels: tuple[Params, ...]
+    target: str, m: AnyConfig, dtype: str, file: str, widths: Iterable[int], kernels: tuple[Params, ...]
 ) -> nvrtc.Binary:
     """Compile `kernels`, of which the first reads the mods of its problem, from `file`, with a config and products of
     `dtype`, which are as wide as `widths` says. What was made in this process is found by these, without a look at the

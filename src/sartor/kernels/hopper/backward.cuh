@@ -85,7 +85,8 @@ struct Rings {
 
 #include "cuda/backward.cuh"
 
-DEVICE void load(u32 base, Task task) {  // one warp; its first thread orders tiles
+// ---- producer: one warp loads tiles by TMA, others bring lse and delta
+DEVICE void load(u32 base, Task task) {  // one warp; its first thread starts the loads
   const Params& t = task.t;
   const bool lead = (threadIdx.x & 31) == 0;
   Rings rings(base);
@@ -189,7 +190,7 @@ struct Consumer : Worker {
     wgmma_commit();
   }
 
-  // ---- of one tile
+  // ---- weights and dS of one tile
 #if SCORE
   // Scaled scores as the score function has them, and its derivatives, in the place of what they will be multiplied with
   DEVICE void apply_score(int j, int g) {
@@ -221,7 +222,7 @@ struct Consumer : Worker {
         }
     }
   }
-  DEVICE void differentiate() {  // score gradients, and weights as they are multiplied; what is not falls away
+  DEVICE void differentiate() {  // dS and weights as A operands; the compiler drops what is not multiplied
     const u32 from = rows_at() + DELTA;
     UNROLL for (int i = 0; i < BLOCK / 8; i++) {
       float column[2];
@@ -237,6 +238,7 @@ struct Consumer : Worker {
   }
 
 #if FUSED
+  // ---- dq in the same sweep: dS through shared memory, its product with the held keys, sums in memory
   DEVICE u32 ds_at(const Ring<2>& ring) const { return base + AT_DS + ring.stage() * DsTile::bytes; }
   DEVICE void publish_ds() {
     __syncwarp();
@@ -319,6 +321,7 @@ struct Consumer : Worker {
 #endif
     differentiate();
   }
+  // ---- mainloop
   DEVICE void step(int j, int g, bool partial, bool seen) {
     const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
     rings.tiles.await_full();
@@ -347,6 +350,7 @@ struct Consumer : Worker {
     done(rings.tiles);
   }
 
+  // ---- epilogue
   DEVICE void finish() {
     const Params& t = task.t;
     const int own = first() + row, end = task.held();
@@ -438,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_
 }
 
 #if FUSED
-// A block makes 64 queries of a head
+// ---- dq in 16 bits, from the sums of FUSED: a block makes 64 queries of a head
 extern "C" __global__ void __launch_bounds__(128) round_dq(ROUND_DQ_PARAMETERS) {
   const int slices = ceil_div(seqlen_q, 64), flat = blockIdx.x / slices, slice = blockIdx.x - flat * slices;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;

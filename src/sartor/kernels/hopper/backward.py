@@ -188,7 +188,7 @@ def change(p: Problem) -> int:
 
 
 def fused(p: Problem) -> bool:
-    """Whether one sweep makes dk, dv and dq: its parts of dq are cut to these head dims."""
+    """Whether one sweep makes dk, dv and dq: its shares of dq have these head dims."""
     return p.dim in (64, 128) and not p.deterministic
 
 
@@ -200,7 +200,7 @@ def sums(p: Problem) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """What a kernel is cut to: see the head of the .cuh."""
+    """What a kernel is compiled for: see the head of the .cuh."""
 
     p: Problem
     gradients: tuple[str, ...]  # that it makes

@@ -84,14 +84,14 @@ class HopperForward:
         return why or launch.no_tile(self, p, dev)
 
     def config(self, p: Problem, tile: Tile) -> Config:
-        """What the kernel is cut to."""
+        """What the kernel is compiled for."""
         return _config(p, tile)
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first."""
         for g, n, s in _grid(p):
             m = self.config(p, Tile(64 * g, n, 4 * (g + 1), s))
-            fits = m.accumulators + 8 * len(m.near) <= m.registers and m.shared_bytes <= launch.room(dev)
+            fits = m.accumulators + 8 * len(m.near) <= m.registers and m.shared_bytes <= launch.smem_limit(dev)
             if fits and not m.stuck:
                 yield m.tile
 
@@ -140,7 +140,7 @@ def _padded(t: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Config(Schedule):
-    """What the kernel is cut to, beyond the problem: see the head of `forward.cuh`. A tile's stages are key and
+    """What the kernel is compiled for, beyond the problem: see the head of `forward.cuh`. A tile's stages are key and
     value tiles together, the odd one for keys: they stay longer, for tiles that are done again."""
 
     stages_k: int
@@ -267,7 +267,7 @@ class Config(Schedule):
         qk, v = self.row_bytes
         step = 1024 if self.widths[1] else 1  # a chunk of 64 columns begins on 1024 bytes
         q_tile, k_tile = (-(-rows * qk // step) * step for rows in (64, self.block_n))
-        barriers = self.stages_k + self.stages_v + 3 + q_buffers * self.groups  # 3: of notes, and of the word
+        barriers = self.stages_k + self.stages_v + 3 + q_buffers * self.groups  # 3: two of work tiles, and `next`
         near = sum(self.block_n * expressions.size(self.p.program.aux[i]) + 16 for i in self.near)
         job = 24 + (536 if self.mask == 2 else 24) * self.groups
         return Layout(

@@ -111,7 +111,7 @@ class HopperFp32Backward(Fp32Backward):
 
 @dataclass(frozen=True)
 class Config:
-    """What a kernel is cut to: see the head of the .cuh. `keys` says that it is the one for dk and dv."""
+    """What a kernel is compiled for: see the head of the .cuh. `keys` says that it is the one for dk and dv."""
 
     p: Problem
     keys: bool

@@ -82,7 +82,7 @@ class HopperFp32:
                 for stages in (6, 5, 4, 3, 2):
                     m = Config.of(p, Tile(64 * groups, block_n, 4 * (groups + 1), stages))
                     fits = m.accumulators + reads <= (128 if groups == 3 else 192)
-                    if fits and m.shared_bytes <= launch.room(dev):
+                    if fits and m.shared_bytes <= launch.smem_limit(dev):
                         yield m.tile
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
@@ -95,7 +95,7 @@ class HopperFp32:
         return Config.of(plan.problem, plan.tile).shared_bytes
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
-        """The kernel cut to a problem; needs no GPU."""
+        """The kernel compiled for a problem; needs no GPU."""
         m = Config.of(p, tile)
         return arch.build(m, "f16", "hopper/fp32_forward", (m.block_n, m.dim_v), (PARAMS,))
 
@@ -129,7 +129,7 @@ class HopperFp32:
 
 
 class Config(hopper_forward.Config):
-    """What the kernel is cut to: see the head of `fp32_forward.cuh`."""
+    """What the kernel is compiled for: see the head of `fp32_forward.cuh`."""
 
     @classmethod
     def of(cls, p: Problem, tile: Tile) -> Config:

@@ -1,4 +1,4 @@
-// What comes before the sweeps (Dao 2023, algorithm 2, line 4): delta = rowsum(out * dout) - dlse, and lse in the log2
+// The preprocess kernel of a backward (Dao 2023, algorithm 2, line 4): delta = rowsum(out * dout) - dlse, and lse in the log2
 // domain, +inf for rows without a key, whose weights then are 0. Rows of delta and lse begin on 64 bytes, see Task::row.
 // Where one sweep adds up dq (FUSED), its sums are set to zero here. WIDE: out has float32.
 //

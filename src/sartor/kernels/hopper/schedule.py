@@ -163,17 +163,17 @@ class Schedule:
 def _last_wave(
     groups: int, left: int, rest: int, rests: int, sms: int, steps: tuple[tuple[int, float], ...]
 ) -> tuple[int, float]:
-    """Of `left` tiles, dealt out in parts, and `rests` of `rest` slices: the width of a part by which they end soonest,
-    and how long they take. Other lengths ask for the same."""
+    """Of `left` tiles of the last wave and `rests` shares of `rest` slices: how many slices a split has so that they
+    end soonest, and how long they take. Kept, since other lengths ask for the same."""
     step = dict(steps)
 
     def last(width: int) -> float:
-        dealt = [min(width, groups - i) for i in range(0, groups, width)] * left + [rest] * rests
-        times = [step[slices] for slices in dealt]
-        ends = times[:sms]  # of each SM, which are given them in turns
+        slices = [min(width, groups - i) for i in range(0, groups, width)] * left + [rest] * rests
+        times = [step[n] for n in slices]
+        ends = times[:sms]  # of each SM; further ones go to the SMs in the same order
         for first in range(sms, len(times), sms):
-            turn = times[first : first + sms]
-            ends[: len(turn)] = map(operator.add, ends, turn)
+            wave = times[first : first + sms]
+            ends[: len(wave)] = map(operator.add, ends, wave)
         return max(ends, default=0.0)
 
     width = min(range(groups, 0, -1), key=last)

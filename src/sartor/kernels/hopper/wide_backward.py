@@ -147,7 +147,7 @@ def no_room(p: Problem, dev: Device) -> list[str]:
 
 @dataclass(frozen=True)
 class Config:
-    """What both kernels are cut to."""
+    """What both kernels are compiled for."""
 
     p: Problem
     near = ()  # nothing is read for every pair

@@ -109,14 +109,14 @@ class TritonBackward:
         small = p.dtype == torch.float32
         most = 140 if small else 160 if launch.only_registers(dev) else 200  # there operands are in registers too
         sizes = (64, 32, 16, 128), (128, 64, 32, 16), (8, 4)
-        for some, stepped, held, warps in itertools.product(launch.in_turn(dev, 2, 3, 1), *sizes):
+        for some, stepped, held, warps in itertools.product(launch.stage_order(dev, 2, 3, 1), *sizes):
             accumulators = held * (d + dv + 2 * stepped) // (32 * warps)  # float32 registers a thread
             if accumulators > most or held < 16 * warps // 4 or (small and stepped * held > 2048):
                 continue
             if not launch.sums_fit(dev, held, self.columns(p, stepped)):
                 continue
             for stages in some:
-                if self.smem_bytes(p, stepped, held, stages) <= launch.room(dev):
+                if self.smem_bytes(p, stepped, held, stages) <= launch.smem_limit(dev):
                     yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
 
     def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:

@@ -1,4 +1,4 @@
-"""The portable forward: FlashAttention-2's loop order in Triton, cut to the exact head dim.
+"""The portable forward: FlashAttention-2's loop order in Triton, for the exact head dim.
 
 One program computes BLOCK_M rows of one head. Its mainloop visits the key tiles that the mask leaves; a uniform branch
 skips the mask in full tiles, which is cheaper than a loop of their own that would fill its pipeline anew. Softmax is
@@ -228,7 +228,7 @@ class TritonForward:
         wide = 16 * -(-max(p.dim, p.dim_v) // 16)
         small = p.dtype == torch.float32
         sizes = (128, 64, 32, 16), (64, 128, 32, 16), (8, 4)
-        for some, block_m, block_n, warps in itertools.product(launch.in_turn(dev, 3, 2, 4, 1), *sizes):
+        for some, block_m, block_n, warps in itertools.product(launch.stage_order(dev, 3, 2, 4, 1), *sizes):
             accumulators = block_m * (wide + block_n) // (32 * warps)  # float32 registers a thread
             if accumulators > (100 if small else 168) or (small and block_m * block_n > 4096):
                 continue
@@ -239,7 +239,7 @@ class TritonForward:
             if not launch.sums_fit(dev, block_m, self.columns(p, block_n)):
                 continue
             for stages in some:
-                if self.smem_bytes(p, block_m, block_n, stages, warps) <= launch.room(dev):
+                if self.smem_bytes(p, block_m, block_n, stages, warps) <= launch.smem_limit(dev):
                     yield Tile(block_m, block_n, warps, stages)
 
     def columns(self, p: Problem, block_n: int) -> int:

@@ -43,7 +43,7 @@ class Fp32Backward(TritonBackward):
         """Tiles that fit shared memory and registers, best guess first; dk and dv get the same config as dq."""
         d, dv = (16 * -(-n // 16) for n in (p.dim, p.dim_v))
         steps, rows = ((16, 32), (64, 32, 16)) if max(d, dv) > 128 else ((64, 32, 16, 128), (128, 64, 32, 16))
-        for some, stepped, held, warps in itertools.product(launch.in_turn(dev, 2, 3, 1), steps, rows, (8, 4)):
+        for some, stepped, held, warps in itertools.product(launch.stage_order(dev, 2, 3, 1), steps, rows, (8, 4)):
             registers = held * (d + dv + min(max(d, dv), 128) + 2 * stepped) // (32 * warps)  # a thread
             if registers > 256 or held < 4 * warps or max(held, stepped) > MOST_ROWS:
                 continue
@@ -52,7 +52,8 @@ class Fp32Backward(TritonBackward):
             if not launch.sums_fit(dev, held, COLUMNS):
                 continue
             for stages in some:
-                if max(self.smem_bytes(p, stepped, held, stages), exact_bytes(p, d + dv, held)) <= launch.room(dev):
+                size = max(self.smem_bytes(p, stepped, held, stages), exact_bytes(p, d + dv, held))
+                if size <= launch.smem_limit(dev):
                     yield Tile(stepped, held, warps, stages, Tile(held, stepped, warps, stages))
 
     def steps(

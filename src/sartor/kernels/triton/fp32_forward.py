@@ -59,7 +59,7 @@ class Fp32Forward(TritonForward):
         """Tiles that fit shared memory and registers, best guess first."""
         wide = 16 * -(-max(p.dim, p.dim_v) // 16)
         rows, keys = ((64, 32, 16), (16, 32)) if wide > 128 else ((128, 64, 32, 16), (64, 32, 128, 16))
-        for some, block_m, block_n, warps in itertools.product(launch.in_turn(dev, 2, 3, 1), rows, keys, (8, 4)):
+        for some, block_m, block_n, warps in itertools.product(launch.stage_order(dev, 2, 3, 1), rows, keys, (8, 4)):
             registers = block_m * (wide + min(wide, widest(wide)) + 2 * block_n) // (32 * warps)  # a thread
             if registers > 230 or block_m < 8 * warps:
                 continue
@@ -69,7 +69,7 @@ class Fp32Forward(TritonForward):
                 continue
             for stages in some:
                 size = self.smem_bytes(p, block_m, block_n, stages, warps) - held_bytes(p, dev, block_m)
-                if max(size, exact_bytes(p, p.dim, block_m)) <= launch.room(dev):
+                if max(size, exact_bytes(p, p.dim, block_m)) <= launch.smem_limit(dev):
                     yield Tile(block_m, block_n, warps, stages)
 
     def smem_bytes(self, p: Problem, block_m: int, block_n: int, stages: int, warps: int = 4) -> int:

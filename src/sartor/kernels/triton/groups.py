@@ -3,7 +3,8 @@ what it is compiled for.
 
 A kernel lists its arguments one by one, as a launch passes them. Triton makes a tensor of a constant that is assigned
 to a name: a `Config` is therefore made where it is passed on, and has no name before. Triton's cache of compiled
-kernels does not see these classes: fields are given by name, so that their order means nothing.
+kernels does not see these classes: fields are given by name, so that their order means nothing, and those that are
+left out are None.
 """
 
 from __future__ import annotations

@@ -41,9 +41,8 @@ def no_tile(spec: KernelSpec, p: Problem, dev: Device) -> list[str]:
     if legal(spec, p, dev):
         return []
     dtype = str(p.dtype).removeprefix("torch.")
-    return [
-        f"needs a tile within {room(dev)} bytes of shared memory, got none for dims {p.dim} and {p.dim_v} in {dtype}"
-    ]
+    dims = f"dims {p.dim} and {p.dim_v} in {dtype}"
+    return [f"needs a tile within {smem_limit(dev)} bytes of shared memory, got none for {dims}"]
 
 
 def available() -> bool:
@@ -58,7 +57,7 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def room(dev: Device) -> int:
+def smem_limit(dev: Device) -> int:
     """Shared memory a block may be given: not all of it where the compiler takes more than estimates say. The
     interpreter has no limit worth modelling."""
     size = dev.smem_bytes or 227 << 10
@@ -81,8 +80,8 @@ def only_registers(dev: Device) -> bool:
     return dev.arch != 90 and not tensor_memory(dev)
 
 
-def in_turn(dev: Device, *stages: int) -> tuple[tuple[int, ...], ...]:
-    """Stages of tiles, of which one comes last, in the order to try: those of a tuple size by size. Where products read
+def stage_order(dev: Device, *stages: int) -> tuple[tuple[int, ...], ...]:
+    """Counts of pipeline stages in the order to try, one stage last: those of a tuple size by size. Where products read
     registers only, one stage is the last choice of all: what it loads is in registers all the while, and spills."""
     return (stages[:-1], stages[-1:]) if only_registers(dev) else (stages,)
 

@@ -92,7 +92,7 @@ def changed(name: str) -> HopperForward:
         """See CHANGES."""
 
         def config(self, p: Problem, tile: Tile) -> Config:
-            """What the kernel is cut to, with the change."""
+            """What the kernel is compiled for, with the change."""
             return config.of(p, tile)  # type: ignore[attr-defined, no-any-return]
 
     return Changed()
