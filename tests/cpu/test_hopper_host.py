@@ -256,6 +256,8 @@ def test_kv_splits_are_merged(driver):
     assert (second["outs"], second["sums"]) == (first["out"], first["lse"])
     assert (second["out"], second["lse"]) == (out.data_ptr(), lse.data_ptr())
     assert second["sums"] - second["outs"] == 4 * 24 * 4 * 64
+    ready = ops.prepare(Call(q, k, k)).forward.cache["bshd"]
+    assert ready.merge.size.numel() == 24 * 4 * (64 + 2)  # an output, a highest score and a sum for each row
 
 
 def test_few_tiles_have_few_queries():

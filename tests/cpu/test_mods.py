@@ -471,6 +471,29 @@ def test_programs_are_told_apart_by_all_that_a_kernel_is_made_of():
     assert len(set(programs)) == len(programs)
 
 
+def test_scores_that_may_hide_a_row():
+    """By a large number, wherever it comes from, and not by what is small or a factor."""
+    q, row, heads = (torch.empty(s, device="meta") for s in ((2, 8, 2, 16), (8, 1), (2, 2, 1, 1)))
+    score, far = mods.Score, 1e9
+    none = (
+        {"alibi_slopes": heads[0, :, 0, 0], "window": (5000, 0)},
+        {"softcap": 30.0},
+        {"score": score(lambda s, b, h, q, kv: s * 0.5 + (kv - q))},
+        {"score": score(lambda s, b, h, q, kv, aux: s - aux[0] * kv, (2.0,)), "mask": mods.prefix(9000)},
+        {"score": score(lambda s, b, h, q, kv, aux: s * aux[0], (heads,))},
+    )
+    some = (
+        {"bias": row},
+        {"bias": heads},
+        {"score": score(lambda s, b, h, q, kv: mods.where(kv > 3, s, s - far))},
+        {"score": score(lambda s, b, h, q, kv: s - far * (q // 4))},
+        {"score": score(lambda s, b, h, q, kv, aux: s - aux[0] * (q // 4), (far,))},
+        {"score": score(lambda s, b, h, q, kv, aux: s - aux[0] * (q // 4), (int(far),))},
+    )
+    found = [[Problem.of(Call(q, q, q, **o)).program.buries for o in options] for options in (none, some)]
+    assert found == [[False] * len(none), [True] * len(some)]
+
+
 def test_lengths_beyond_every_position_stay_in_int32():
     """Kernels add positions to them in 32 bits."""
     for mask in (mods.window(2**40, 2**40), mods.window(2**31 - 1, 0), mods.prefix(2**40)):

@@ -113,8 +113,8 @@ class Program:
         """Whether the score may move a whole row so far that lse cannot hold the logarithm of its sum beside it.
 
         A bias of -1e9 or finfo.min in place of a mask does. So may what reads a tensor at a query or key, or at an
-        index, chooses between values, or has or reads a large number. Tensors of heads alone, as ALiBi's slopes, count
-        as small.
+        index, chooses between values, or has or reads a large number. Floats of batch and head alone count where they
+        are added as they are, and not as factors, which ALiBi's slopes are.
         """
         return self.score is not None and any(map(self._moves_far, self.score.nodes()))
 
@@ -124,7 +124,15 @@ class Program:
             return read.far or bool({"q", "k"} & set(read.pattern.lower()))
         if e.op == "const":
             return _is_far(e.args[0])
+        if e.op in ("+", "-"):
+            return any(map(self._is_shift, e.args))
         return e.op in ("gather", "where", "minimum", "maximum")
+
+    def _is_shift(self, e: Expr) -> bool:
+        """Whether it is the same for all keys of a row and made of a tensor."""
+        leaves = e.leaves()
+        read = [self.aux[int(leaf[4:-1])].dtype for leaf in leaves if leaf.startswith("aux[")]
+        return not leaves & {"s", "q", "kv"} and any("float" in dtype for dtype in read)
 
     @cached_property
     def reads_pairs(self) -> bool:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from itertools import product
 from typing import Any, NamedTuple
 
 from sartor.device import Device
-from sartor.kernels.spec import KernelSpec, Tile, legal
+from sartor.kernels.spec import KernelSpec, Tile, legal, length_class
 from sartor.problem import Problem, mask_class
 
 SLICE = 64  # queries that one warpgroup of a block works on, at most
@@ -62,18 +62,23 @@ def _never(p: Problem, dev: Device, tile: Tile) -> bool:
 
 def find(spec: KernelSpec, p: Problem, dev: Device) -> Row | None:
     """The row of a problem, if there is one whose tile is legal."""
-    tiles, mask = legal(spec, p, dev), mask_class(p)
-    masks = dict.fromkeys((mask, "full" if mask == "band" else "band"))
-    dims = dict.fromkeys((bucket(p.dim, step), bucket(p.dim_v, step)) for step in (8, 16))
-    fits = getattr(spec, "fits", _never)
-    for widths, kind in product(dims, masks):
-        some = rows(dev.arch).get((spec.name, p.dtype.itemsize * 8, *widths, kind), [])
-        some = [row for row in some if row.tile in tiles or fits(p, dev, row.tile)]
+    for some in _legal_rows(spec, length_class(p), dev):  # type: ignore[arg-type] # kernels are by identity
         best = next((row for row in some if p.seqlen_kv <= row.keys), None)
         if best:
             idle = best.tile.block_m - p.seqlen_q * p.group >= SLICE
             return min(some, key=lambda row: row.tile.block_m) if idle else best
     return None
+
+
+@lru_cache(maxsize=1024)
+def _legal_rows(spec: KernelSpec, p: Problem, dev: Device) -> list[list[Row]]:
+    """Of a class of lengths the rows whose tiles are legal, those first that were tuned for the most alike."""
+    tiles, mask = legal(spec, p, dev), mask_class(p)
+    masks = dict.fromkeys((mask, "full" if mask == "band" else "band"))
+    dims = dict.fromkeys((bucket(p.dim, step), bucket(p.dim_v, step)) for step in (8, 16))
+    fits, known = getattr(spec, "fits", _never), rows(dev.arch)
+    found = [known.get((spec.name, p.dtype.itemsize * 8, *of, kind), []) for of, kind in product(dims, masks)]
+    return [[row for row in some if row.tile in tiles or fits(p, dev, row.tile)] for some in found]
 
 
 def blocks(p: Problem, tile: Tile) -> int:

@@ -345,7 +345,8 @@ class Ready:
         """Everything the launches of a plan need."""
         p, spec = plan.problem, cast(HopperForward, plan.kernel)
         m = spec.config(p, plan.tile)  # type: ignore[arg-type]
-        tensors = (allocate_out(p, x.q, x.layout), _padded(x.q), _padded(x.k), _padded(x.v))
+        pads = bool(p.dim % 8 or p.dim_v % 8)
+        tensors = (allocate_out(p, x.q, x.layout), *(_padded(t) if pads else t for t in (x.q, x.k, x.v)))
         out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
         merge = Merge.of(binary, m, out) if m.split else None
         sms, masked = plan.device.sm_count or 1, p.program.keep is not None
@@ -360,7 +361,7 @@ class Ready:
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
         return cls(
-            p, _row(binary, m, x, fixed, min(assigned.tiles, sms), merge), bool(p.dim % 8 or p.dim_v % 8),
+            p, _row(binary, m, x, fixed, min(assigned.tiles, sms), merge), pads,
             bool(expressions.of_tensors(x.aux)), sum((launch.strides(t) for t in (q, k, v)), ()) if masked else (),
             m.marks * m.tile.num_splits,
             (host.maps(q, slice_, width, last), host.maps(k, tile, width, last), host.maps(v, tile, width_v)),
