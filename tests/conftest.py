@@ -51,6 +51,13 @@ def poison(monkeypatch):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
 
 
+@pytest.fixture(autouse=True)
+def pending(request, monkeypatch):
+    """Tests on a GPU take what none has run yet: they are what it waits for."""
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.setenv("SARTOR_PENDING", "1")
+
+
 def pytest_addoption(parser):
     parser.addoption("--kernels", default="", help="comma-separated: only tests that judge one of these kernels")
     parser.addoption("--planned", default="", help="file to write: the tests that will be run, and what each judges")
