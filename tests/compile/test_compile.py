@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from importlib.resources import files
+from threading import get_ident
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ if not launch.available() or launch.interpreted():
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
 
 from sartor.kernels.triton.lower import compile_for
 
@@ -314,3 +318,34 @@ def test_all_head_dims_fit_shared_memory(kernel, arch, kind, length):
         call = call_of(dim, kind, dtype, dim_v, length)
         if not kernels.load(kernel).why_not(Problem.of(call), ARCHITECTURES[arch]):
             check_fits(kernel, call, arch)
+
+
+class NoDevice:
+    """What Triton asks of its driver before a launch."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def test_kernels_of_a_call_are_compiled_side_by_side(monkeypatch):
+    """And found by the launches that follow."""
+    asked = []
+    steps = launches("triton_forward", call_of(16, "band"), Tile(64, 32, 4, 2), 90).values()
+    for step in steps:
+        monkeypatch.setattr(step.kernel, "device_caches", defaultdict(step.kernel.create_binder))
+    compile_one = triton.compiler.compile
+    monkeypatch.setattr(triton.compiler, "compile", lambda *a, **k: asked.append(get_ident()) or compile_one(*a, **k))
+    monkeypatch.setattr(driver, "_active", NoDevice())
+    launch.compile_together(list(steps))
+    assert len(asked) == len(steps) == 2
+    assert get_ident() not in asked
+    for step in steps:
+        options = launch.compile_options(step.tile)
+        assert step.kernel.warmup(*step.arguments.values(), grid=(1,), **options).asm["cubin"]
+    assert len(asked) == 2

@@ -19,8 +19,6 @@ import sartor
 from sartor import mods, ops, testing
 from sartor.kernels.hopper import forward as hopper_forward
 from sartor.kernels.hopper import schedule
-from sartor.kernels.triton import launch
-from sartor.mods.recent import Recent
 from sartor.plan import choose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -821,14 +819,3 @@ def test_J13():
         del hog
         torch.cuda.empty_cache()
     verify(*inputs())
-
-
-def test_kernels_of_a_call_are_compiled_side_by_side(monkeypatch):
-    """Those of a backward; which a program of its own makes new."""
-    together = []
-    make = launch.compile_together
-    monkeypatch.setattr(launch, "compile_together", lambda steps: together.append(len(steps)) or make(steps))
-    monkeypatch.setattr(launch, "_COMPILED", Recent(1024))
-    score = mods.Score(lambda s, b, h, q, kv: s * 0.8125 + 0.0625)
-    testing.verify(*inputs(sq=60, skv=70, d=24), kernel="triton", causal=True, score=score)
-    assert max(together) >= 4
