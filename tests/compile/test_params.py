@@ -45,7 +45,7 @@ def binaries():
     plan = choose(p, ARCHITECTURES[90])
     yield plan.kernel.compile(p, plan.tile), (forward.PARAMS, forward.MERGE_PARAMS), p
     (config,) = backward.Config.all(p)
-    yield config.compile(), (backward.PARAMS, backward.PREPROCESS, backward.ROUND), p
+    yield config.compile(), config.kernels, p
     plan = choose(exact, ARCHITECTURES[90])
     yield plan.kernel.compile(exact, plan.tile), (fp32_forward.PARAMS,), exact
     plain = Problem.of(Call(*(torch.empty((1, 99, 2, 64), device="meta") for _ in "qkv")))

@@ -398,6 +398,19 @@ def test_launches_of_a_backward(driver, backward, causal):
         assert (changed["bad_kv_ptr"], changed["dq_ptr"].data_ptr()) == (at["bad_kv"], dq.data_ptr())
 
 
+@pytest.mark.parametrize(("keys", "section"), [(90, 132), (1000, 17), (4096, 5), (40_000, 1)])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window": (30, 30)}, {}, {"causal": True, "deterministic": True}], ids=str
+)
+def test_heads_in_flight(driver, backward, options, keys, section):
+    """Under a mask, of one sweep, as few as have a block of 128 keys for each of 132 SMs."""
+    q, k, v = (torch.zeros(1, n, 1, 64, dtype=torch.bfloat16) for n in (70, keys, keys))
+    gradients(q, k, v, **options)
+    one = options and not options.get("deterministic")
+    sweeps = [values for name, _, values in backward.launches if name == "hopper_backward"]
+    assert [values.get("section") for values in sweeps] == ([section] if one else [None] * len(sweeps))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_launches_under_documents(driver, backward, deterministic):
     """Their tables are every call's own; before each sweep over them one launch says which block begins when."""

@@ -5,7 +5,8 @@
 // stepped over), MASK (0 none, 1 an interval of every row and column, 2 any), SHARED_SPANS (intervals of held rows come
 // from tables: a block reads each once and keeps it in shared memory, at AT_SPANS), ORDERED (a table says which rows
 // are held when: hopper/order.cuh), PERSISTENT (a block holds one set of rows after another; a warp claims the next
-// ones while the others work, and leaves them in shared memory with their intervals).
+// ones while the others work, and leaves them in shared memory with their intervals), SECTIONED (a launch says how many
+// heads are in flight).
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/wgmma.cuh"
@@ -33,7 +34,12 @@ struct Task {
     const int found = t.order[t.blocks - 1 - at.tile];
     return {t, n, x, found / tiles, at.head, found % tiles * 64 * GROUPS};
 #else
-    const Place at = locate<MASK != 0>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), SECTION});
+#if SECTIONED
+    const int section = t.section;
+#else
+    const int section = SECTION;
+#endif
+    const Place at = locate<MASK != 0>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), section});
     const int tile = KEYS ? tiles - 1 - at.tile : at.tile;  // causal: the longest are the last queries, the first keys
     return {t, n, x, at.batch, at.head, tile * 64 * GROUPS};
 #endif

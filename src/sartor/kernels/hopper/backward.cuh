@@ -19,7 +19,7 @@
 //
 // The config, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
 // swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its
-// own), MASK, SHARED_SPANS, ORDERED, PERSISTENT (cuda/backward.cuh), SCORE (of scores: 0 no change, 1 one whose
+// own), MASK, SHARED_SPANS, ORDERED, PERSISTENT, SECTIONED (cuda/backward.cuh), SCORE (of scores: 0 no change, 1 one whose
 // derivative is 1, 2 any), BF16; PREPROCESS (whether `preprocess` is in this text too) and for it WIDE (whether out has
 // float32).
 #pragma once

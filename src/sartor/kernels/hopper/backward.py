@@ -79,6 +79,7 @@ ROUND = Params(
 )
 # Where tables tell the intervals of held rows, the order of blocks and how many there are
 ORDERED = PARAMS.followed_by({"order": "int*", "blocks": "int"})
+SECTIONED = PARAMS.followed_by({"section": "int"})  # heads whose blocks begin together, the longest first
 ORDER = Params("order_blocks", order="int*", **LENGTHS, batch="int")
 MAPPED = ("held_x", "held_y", "x", "y")  # parameters
 DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
@@ -282,6 +283,12 @@ class Config:
         return self.fused and self.ordered
 
     @cached_property
+    def sectioned(self) -> bool:
+        """Whether a launch says how many heads are in flight: under a mask, of one sweep. It is as few as have a block
+        for every SM: what they step over and add to stays in L2."""
+        return self.fused and not self.ordered and mask(self.p) > 0
+
+    @cached_property
     def shared_spans(self) -> bool:
         """Whether intervals of held rows, which tables tell, are in shared memory: where it leaves two stages."""
         return from_tables(self.p, self.keys) and self.laid_out(2, True).size <= arch.SHARED_BYTES
@@ -320,7 +327,7 @@ class Config:
             "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
             "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
             "MASK": mask(p), "SHARED_SPANS": int(self.shared_spans), "ORDERED": int(self.ordered),
-            "PERSISTENT": int(self.persistent),
+            "PERSISTENT": int(self.persistent), "SECTIONED": int(self.sectioned),
         } | self.layout.defines()  # fmt: skip
 
     @property
@@ -332,7 +339,8 @@ class Config:
     def kernels(self) -> tuple[Params, ...]:
         """What is in the text."""
         order = (expressions.passed(ORDER, self.p.program),) if self.ordered else ()
-        return (ORDERED if self.ordered else PARAMS, PREPROCESS, ROUND, *order)
+        sweep = ORDERED if self.ordered else SECTIONED if self.sectioned else PARAMS
+        return (sweep, PREPROCESS, ROUND, *order)
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
@@ -398,6 +406,7 @@ class Step:
         )
         fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale}
         fixed |= expressions.arguments(aux, p.program) | ({"blocks": p.batch * m.blocks} if m.ordered else {})
+        fixed |= {"section": -(-sms // m.blocks)} if m.sectioned else {}
         reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
         params = expressions.passed(m.kernels[0], p.program)
         grid = p.batch * (p.heads_kv if m.keys else p.heads_q) * m.blocks
