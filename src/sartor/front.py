@@ -22,7 +22,7 @@ _NOT_SEEN = object()
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, score: Any, slopes: Any, causal: Any, window: Any,
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, score: Any, alibi_slopes: Any, causal: Any, window: Any,
     softmax_scale: Any, softcap: float, layout: Any, kernel: Any,
 ) -> Tensor | None:  # fmt: skip
     """out, in `layout`, or None of a call that goes the way of all others: whatever is wrong with it is said there."""
@@ -33,8 +33,8 @@ def attend(
         return None
     extras = None
     try:
-        if not (bias is None and mask is None and score is None and slopes is None):
-            extras = _key(bias), _key(mask), _key(score), _key(slopes)
+        if not (bias is None and mask is None and score is None and alibi_slopes is None):
+            extras = _key(bias), _key(mask), _key(score), _key(alibi_slopes)
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, causal,
             None if window is None else sides(window), softmax_scale, softmax_scale.__class__, softcap, layout, kernel,
@@ -45,7 +45,7 @@ def attend(
         return None
     if found is _NOT_SEEN:
         call = Call(
-            q, k, v, bias, mask, score, slopes, None, causal, window, softmax_scale, softcap, kernel=kernel,
+            q, k, v, bias, mask, score, alibi_slopes, None, causal, window, softmax_scale, softcap, kernel=kernel,
             layout=layout,
         )  # fmt: skip
         prepared = ops.prepare(call)
@@ -54,7 +54,7 @@ def attend(
         ops.PREPARED.add(key, found)
     if found is None:
         return None
-    read = [] if extras is None else tensors_read(mask, score, slopes, bias, q.dtype)
+    read = [] if extras is None else tensors_read(mask, score, alibi_slopes, bias, q.dtype)
     plain: Single | Small = found
     if layout == "bhsd":
         return plain.attend(q, k, v, read)

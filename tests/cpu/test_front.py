@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 
@@ -62,6 +64,12 @@ def test_nothing_goes_the_long_way(name, layout, calls):
         torch.testing.assert_close(sartor.attention(q, k, v, **options), expected, rtol=1e-5, atol=1e-5)
         gradients((q, k, v), testing.make_like(expected), **options)
     assert len(calls) == 1
+
+
+def test_no_argument_is_overlooked():
+    """`attention` looks at these itself, and at another value of one goes the long way."""
+    looked_at = {"sinks", "deterministic", "return_lse", "out_dtype", "precision"}
+    assert {*signature(front.attend).parameters} | looked_at == {*signature(sartor.attention).parameters}
 
 
 @pytest.mark.parametrize("heads_kv", [4, 2])
