@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sartor.device import Device
 from sartor.kernels.native import NO_SECOND, Last
-from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost, unviewed
 from sartor.mods.core import lookup, tensors_of
 from sartor.mods.recent import Recent
 from sartor.plan import advice, choose, choose_backward
@@ -185,9 +185,7 @@ class _Attention(torch.autograd.Function):
     ) -> Any:
         x = prepared.operands(call)
         out, lse = _forward(prepared, x)
-        if out._is_view():  # which autograd would not let a caller change in place
-            place = out.untyped_storage(), out.storage_offset(), out.shape, out.stride()
-            out = torch.empty(0, dtype=out.dtype, device=out.device).set_(*place)
+        out = unviewed(out)
         ctx.set_materialize_grads(False)
         ctx.prepared = prepared
         saved = [x.q, x.k, x.v, x.sinks, out, lse, *[a for a in x.aux if isinstance(a, Tensor)]]

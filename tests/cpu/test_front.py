@@ -83,6 +83,27 @@ def test_few_scores_at_once_stay_in_the_budget(name, dtype, heads_kv, calls):
     testing.check_all(found, q, k, v, dout, **SMALL[name])
 
 
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_few_scores_have_the_bits_of_the_walk(name, dtype, heads_kv):
+    """They do not depend on whether lse is wanted, nor, by the number of scores, on the batch."""
+    q, k, v = given(dtype, heads_kv)
+    found, walked = (sartor.attention(q, k, v, kernel=kernel, **SMALL[name]) for kernel in ("auto", "blocked"))
+    assert torch.equal(found, walked)
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_a_result_of_few_scores_may_be_changed_in_place(heads_kv):
+    """Where no backward needs it any more."""
+    q, k, v = (t.requires_grad_() for t in given(heads_kv=heads_kv, layout="bhsd"))
+    out = sartor.attention(q, k, v, softcap=2.0, layout="bhsd")
+    expected = 2 * out.detach()
+    assert torch.equal(out.mul_(2), expected)
+    with pytest.raises(RuntimeError, match="inplace"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("place", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("options", [*PLAIN.values(), *SMALL.values()], ids=[*PLAIN, *SMALL])

@@ -90,10 +90,12 @@ class Part:
 
 
 def few(p: Problem) -> bool:
-    """Whether `small` computes the problem: few scores, gradients of q, k and v alone, and no kernel asked for."""
+    """Whether `small` computes the problem: few scores, in one tile, whose bits then are the same; gradients of q, k
+    and v alone; and no kernel asked for."""
     more = p.sinks or p.copies or p.bias_shape is not None or p.table_shapes or p.out_dtype != p.dtype
     scores = p.batch * p.heads_q * p.seqlen_q * p.seqlen_kv
-    return 0 < scores <= FEW and not more and p.kernel == "auto"
+    tile = p.seqlen_q <= TILE.block_m and p.seqlen_kv <= TILE.block_n
+    return 0 < scores <= FEW and tile and not more and p.kernel == "auto"
 
 
 def parts(plan: Plan, x: Operands, clean: bool) -> Iterator[Part]:

@@ -16,7 +16,7 @@ from sartor.kernels.algebra import finite, working_dtype
 from sartor.kernels.kept import DATA, Kept
 from sartor.kernels.native import Last
 from sartor.kernels.spans import hidden, whole
-from sartor.kernels.spec import Operands, Plan, Saved
+from sartor.kernels.spec import Operands, Plan, Saved, unviewed
 from sartor.problem import Template, filled
 
 Tensor = torch.Tensor
@@ -34,11 +34,11 @@ class Made(NamedTuple):
 class Small:
     """A plan of `blocked` for few scores."""
 
-    __slots__ = ("group", "narrow", "plan", "scale", "template", "tile")
+    __slots__ = ("narrow", "plan", "scale", "template", "tile")
 
     def __init__(self, plan: Plan, template: Template) -> None:
         p = plan.problem
-        self.plan, self.template, self.scale, self.group = plan, template, p.softmax_scale, p.group
+        self.plan, self.template, self.scale = plan, template, p.softmax_scale
         self.narrow = p.dtype != working_dtype(p)
         self.tile = slice(0, p.seqlen_q), slice(0, p.seqlen_kv)
 
@@ -59,26 +59,31 @@ class Small:
         return None if made is None else _apply(q, k, v, self, [made], *read)  # type: ignore[no-any-return]
 
     def made(self, q: Tensor, k: Tensor, v: Tensor, read: list[Tensor], derivative: bool) -> Made | None:
-        """The result with what a backward reads, the score's derivative only if it is wanted; None if not finite."""
-        dtype = q.dtype
-        q, k, v = self.wide(q, k, v)
+        """The result with what a backward reads, the score's derivative only if it is wanted; None if not finite. Its
+        products are those of `blocked`'s one tile, and so are its bits."""
+        program, shape = self.plan.problem.program, (*q.shape[:3], k.shape[2])
         x = Operands(q, k, v, None, filled(self.template, read))
-        program = self.plan.problem.program
-        s, slope = torch.matmul(q, k.mT).mul_(self.scale), None
+        q, k, v = self.by_key_head(q), self.by_key_head(k), self.by_key_head(v)
+        s, slope = torch.bmm(q.mul(self.scale), k.transpose(1, 2)).view(shape), None
         if program.score is not None:
             new, slope = whole(self.plan, x).changed(s, *self.tile, derivative)
-            alike = isinstance(new, torch.Tensor) and new.shape == s.shape and new.dtype == s.dtype
-            s = new if alike else torch.as_tensor(new, dtype=s.dtype, device=s.device).expand(s.shape)
+            alike = isinstance(new, torch.Tensor) and new.shape == shape and new.dtype == s.dtype
+            s = new if alike else torch.as_tensor(new, dtype=s.dtype, device=s.device).expand(shape)
         if program.keep is not None:
             s = s + self.hidden(x, read)
         weights = s.softmax(3)
-        out = torch.matmul(weights, v)
-        return Made(out.to(dtype) if self.narrow else out, weights, slope) if finite(out) else None
+        out = torch.bmm(self.by_key_head(weights), v)
+        if not finite(out):
+            return None
+        out = out.view(*shape[:3], -1)
+        return Made(out.to(x.q.dtype) if self.narrow else out, weights, slope)
 
-    def wide(self, q: Tensor, *by_key: Tensor) -> tuple[Tensor, ...]:
-        """Queries, and keys and values for each of their heads, in the working dtype."""
-        found = q, *((t.repeat_interleave(self.group, 1) for t in by_key) if self.group > 1 else by_key)
-        return tuple(t.to(working_dtype(self.plan.problem)) for t in found) if self.narrow else found
+    def by_key_head(self, t: Tensor) -> Tensor:
+        """(b, h, s, n) in the working dtype as (b * hkv, h // hkv * s, n), with rows that `blocked` has in memory."""
+        if self.narrow:
+            t = t.to(working_dtype(self.plan.problem))
+        n = self.plan.problem.batch * self.plan.problem.heads_kv
+        return t.reshape(n, -1, t.shape[3])
 
     def hidden(self, x: Operands, read: list[Tensor]) -> Tensor:
         """What the mask adds to the scores, kept where little data tells."""
@@ -108,8 +113,9 @@ class _Small(torch.autograd.Function):
         (found,) = made
         slope = found.slope if isinstance(found.slope, torch.Tensor) else None
         ctx.small, ctx.number = small, None if slope is not None else found.slope
-        ctx.save_for_backward(q, k, v, found.out, found.weights, slope, *read)
-        return found.out
+        out = unviewed(found.out)
+        ctx.save_for_backward(q, k, v, out, found.weights, slope, *read)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
@@ -131,16 +137,13 @@ def _gradients(
     small: Small, of: tuple[Tensor, ...], made: Made, read: list[Tensor], dout: Tensor
 ) -> tuple[Tensor, ...]:
     """dq, dk and dv. dq and dk tell whether all is finite: q may be NaN and the scores not, which a function made."""
-    p = small.plan.problem
-    q, k, v = small.wide(*of)
-    dout_, out = small.wide(dout)[0], small.wide(made.out)[0]
-    ds = torch.matmul(dout_, v.mT).sub_((dout_ * out).sum(3, keepdim=True)).mul_(made.weights)
+    q, k, v, out, wide_dout, weights = map(small.by_key_head, (*of, made.out, dout, made.weights))
+    ds = torch.bmm(wide_dout, v.transpose(1, 2)).sub_((wide_dout * out).sum(2, keepdim=True)).mul_(weights)
     if made.slope is not None:
-        ds = ds.mul_(made.slope)
+        ds = ds.view(made.weights.shape).mul_(made.slope).view(ds.shape)
     ds = ds.mul_(small.scale)
-    found = torch.matmul(ds, k), torch.matmul(ds.mT, q), torch.matmul(made.weights.mT, dout_)
-    if not finite(found[0]) or not finite(found[1]):
+    dq, dk = torch.bmm(ds, k), torch.bmm(ds.transpose(1, 2), q)
+    if not finite(dq) or not finite(dk):
         return small.walked(of[0], of[1], of[2], read, dout)
-    if small.group > 1:
-        found = found[0], *(d.unflatten(1, (p.heads_kv, small.group)).sum(2) for d in found[1:])
-    return tuple(d.to(p.dtype) for d in found) if small.narrow else found
+    found = zip((dq, dk, torch.bmm(weights.transpose(1, 2), wide_dout)), of, strict=True)
+    return tuple(d.view(t.shape).to(t.dtype) for d, t in found)
