@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.ready
 
 LOWEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 CORE   := $(addprefix tests/cpu/test_,\
-	api.py budgets.py expressions.py faces.py mods.py properties.py reliability.py torch_kernels.py)
+	api.py budgets.py expressions.py faces.py front.py mods.py properties.py reliability.py torch_kernels.py)
 
 .PHONY: bench test test-all test-torch lint fix docs clean
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from sartor.nn import Attention
 
-TEXT = Path(__file__).read_text()
-CHARACTERS = sorted(set(TEXT))
+CHARACTERS = sorted(set(TEXT := Path(__file__).read_text()))
 
 
 class Layer(nn.Module):

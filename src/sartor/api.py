@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd import forward_ad
 
-from sartor import ops
+from sartor import front, ops
 from sartor.checks import LAYOUTS, boolean, floating, known_layout, needs_operator, suggesting, unexpected
 from sartor.device import Device
 from sartor.mods.core import Mask, Score
@@ -92,6 +92,15 @@ def attention(
     """
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
+    elif (
+        return_lse is False and sinks is None and softcap.__class__ is float and deterministic is False
+        and out_dtype is None and precision == "ieee" and forward_ad._current_level < 0
+    ):  # fmt: skip
+        found = front.attend(
+            q, k, v, bias, mask, score, alibi_slopes, causal, window, softmax_scale, softcap, layout, kernel
+        )
+        if found is not None:
+            return found
     boolean("return_lse", return_lse)
     call = Call(
         q, k, v, bias, mask, score, alibi_slopes, sinks, causal, window, softmax_scale, softcap, deterministic,

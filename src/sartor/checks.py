@@ -153,11 +153,16 @@ def slopes_without_gradient(t: Any) -> None:
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _trace = torch._C._get_tracing_state
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def watched() -> bool:
+    """Whether a compiler, a tracer, a dispatch mode or a transform wants to see operators."""
+    return torch.compiler.is_compiling() or _dispatch_modes() > 0 or _transforms() is not None or _trace() is not None
 
 
 def needs_operator(t: Any) -> bool:
     """Whether something wants to see an operator: a compiler, a tracer, a dispatch mode, a tensor subclass."""
-    if torch.compiler.is_compiling() or _dispatch_modes() > 0 or _transforms() is not None or _trace() is not None:
+    if watched():
         return True
-    return isinstance(t, torch.Tensor) and (type(t) not in _PLAIN or t.is_meta)
+    return isinstance(t, torch.Tensor) and (type(t) not in PLAIN or t.is_meta)

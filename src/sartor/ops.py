@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sartor.device import Device
 from sartor.kernels.native import NO_SECOND, Last
-from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost, unviewed
 from sartor.mods.core import lookup, tensors_of
 from sartor.mods.recent import Recent
 from sartor.plan import advice, choose, choose_backward
@@ -53,7 +53,6 @@ class Prepared:
     forward: Plan
     template: Template
     any_layout: bool  # whether the forward kernel takes and gives layout bhsd too
-    attend: Any = None  # the forward kernel with a node of PyTorch's own behind it, of kernels that have one
     backwards: dict[tuple[bool, bool], Plan] = field(default_factory=dict)  # by what `backward_plan` looks at
     layouts: tuple[Any, ...] = ()  # strides, and offset from 16 bytes, of what autograd saves: for all calls of the key
     like: Like | None = None  # what the gradients of bias, sinks and tables are like: for all calls of the key
@@ -87,14 +86,14 @@ def own(plan: Plan) -> Plan:
     return replace(plan, cache={})
 
 
-_PREPARED = Recent(2048)  # by call key; a plan keeps some ten kilobytes: launches, frames, tensor maps
+PREPARED = Recent(2048)  # by call key; a plan keeps some ten kilobytes: launches, frames, tensor maps
 
 
 def prepare(call: Call) -> Prepared:
     """Validate and plan a call, or find the plan of an equal one."""
     try:
         key = call.key()
-        found = _PREPARED.get(key)
+        found = PREPARED.get(key)
     except (TypeError, AttributeError, RuntimeError):  # an argument of the wrong type: say so by name
         Problem.of(call)
         raise
@@ -105,9 +104,8 @@ def prepare(call: Call) -> Prepared:
         if sentence := advice(problem, device, forward):
             _warn_once(sentence)
         kernel: Any = forward.kernel
-        own_node = getattr(kernel, "attend", None)
-        found = Prepared(problem, device, forward, template, getattr(kernel, "any_layout", False), own_node)
-        _PREPARED.add(key, found)
+        found = Prepared(problem, device, forward, template, getattr(kernel, "any_layout", False))
+        PREPARED.add(key, found)
     return found
 
 
@@ -120,11 +118,6 @@ def run(call: Call, lse: bool) -> tuple[Tensor, Any]:
     """out, in the layout of the call, and lse if it is wanted; differentiable, by the cheap route."""
     prepared = prepare(call)
     if torch.is_grad_enabled() and call.needs_gradient:
-        if not lse and prepared.attend is not None:
-            x = prepared.operands(call, False)
-            direct: Any = prepared.attend(prepared.forward, x)
-            if direct is not None:
-                return (direct if x.layout == call.layout else direct.transpose(1, 2)), None
         call_, given = call.transposed(), "bshd"
         tables = call.score.tensors if call.table_gradients else ()  # type: ignore[union-attr]
         out, found = _apply(call_.q, call_.k, call_.v, call_.bias, call_.sinks, call_, prepared, *tables)
@@ -192,9 +185,7 @@ class _Attention(torch.autograd.Function):
     ) -> Any:
         x = prepared.operands(call)
         out, lse = _forward(prepared, x)
-        if out._is_view():  # which autograd would not let a caller change in place
-            place = out.untyped_storage(), out.storage_offset(), out.shape, out.stride()
-            out = torch.empty(0, dtype=out.dtype, device=out.device).set_(*place)
+        out = unviewed(out)
         ctx.set_materialize_grads(False)
         ctx.prepared = prepared
         saved = [x.q, x.k, x.v, x.sinks, out, lse, *[a for a in x.aux if isinstance(a, Tensor)]]

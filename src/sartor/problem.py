@@ -89,7 +89,7 @@ class Call:
         return (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15,
-            None if plain else tuple(_extra_key(x) for x in (bias, mask, score, slopes, sinks)),
+            None if plain else tuple(extra_key(x) for x in (bias, mask, score, slopes, sinks)),
             self.causal, self.window, self.softmax_scale, self.softcap, self.bits_repeat,
             self.out_dtype, self.kernel, self.precision, self.layout, self.bias_gradient,
             self.table_gradients,
@@ -123,10 +123,11 @@ class Call:
         )  # fmt: skip
 
 
-def _extra_key(x: Any) -> Any:
+def extra_key(x: Any) -> Any:
+    """Of an argument besides q, k and v, what a plan depends on."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
-    return (x.handle, tuple(_extra_key(t) for t in x.tensors)) if isinstance(x, Mod) else x
+    return (x.handle, tuple(extra_key(t) for t in x.tensors)) if isinstance(x, Mod) else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +299,7 @@ def mods(call: Call) -> tuple[Mask | None, Score | None]:
         scores.softcap(call.softcap) if call.softcap else None,
         call.score,
         None if call.alibi_slopes is None else scores.alibi(call.alibi_slopes, wide(call.q.dtype)),
-        None if call.bias is None else scores.bias(_bias(call, call.bias)),
+        None if call.bias is None else scores.bias(_bias(call.bias, call.q.dtype)),
     )
     for step in steps:
         score = step if score is None else score.then(step) if step is not None else score
@@ -307,9 +308,9 @@ def mods(call: Call) -> tuple[Mask | None, Score | None]:
     return mask, score
 
 
-def _bias(call: Call, bias: torch.Tensor) -> torch.Tensor:
-    """The bias as kernels add it to scores: float64 beside float64 only."""
-    return bias.to(wide(call.q.dtype)) if bias.dtype == torch.float64 else bias
+def _bias(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bias as kernels add it to scores of inputs of `dtype`: float64 beside float64 only."""
+    return bias.to(wide(dtype)) if bias.dtype == torch.float64 else bias
 
 
 @lru_cache(maxsize=256)
@@ -326,13 +327,21 @@ def band(causal: bool | str, window: tuple[int | None, int | None] | None) -> Ma
 
 def aux_tensors(call: Call) -> list[torch.Tensor]:
     """The tensors among the aux values of a call, in their order, as programs read them; without building its mods."""
-    found: Sequence[torch.Tensor] = ()
-    if call.mask is not None:
-        found = call.mask.read if isinstance(call.mask, Mask) else (four_dims(call.mask),)
-    score = () if call.score is None else call.score.read
-    slopes = () if call.alibi_slopes is None else (scores.slopes_table(call.alibi_slopes, wide(call.q.dtype)),)
-    bias = () if call.bias is None else (four_dims(_bias(call, call.bias)),)
-    return [*found, *score, *slopes, *bias]
+    return tensors_read(call.mask, call.score, call.alibi_slopes, call.bias, call.q.dtype)
+
+
+def tensors_read(mask: Any, score: Any, alibi_slopes: Any, bias: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """`aux_tensors` of a call with these arguments."""
+    found: list[torch.Tensor] = []
+    if mask is not None:
+        found += mask.read if isinstance(mask, Mask) else (four_dims(mask),)
+    if score is not None:
+        found += score.read
+    if alibi_slopes is not None:
+        found.append(scores.slopes_table(alibi_slopes, wide(dtype)))
+    if bias is not None:
+        found.append(four_dims(_bias(bias, dtype)))
+    return found
 
 
 def aux_values(call: Call, template: Template | None = None) -> tuple[int | float | torch.Tensor, ...]:
@@ -341,10 +350,15 @@ def aux_values(call: Call, template: Template | None = None) -> tuple[int | floa
     `template` is that of an equal call, and spares the making of a new one.
     """
     template = Problem.parse(call)[1] if template is None else template
-    if None not in template:
+    return filled(template, aux_tensors(call) if None in template else [])
+
+
+def filled(template: Template, read: Sequence[torch.Tensor]) -> tuple[int | float | torch.Tensor, ...]:
+    """Aux values: the numbers of a template, and the tensors that a call reads."""
+    if not read:
         return template  # type: ignore[return-value]
-    left = iter(aux_tensors(call))
-    return tuple(next(left) if value is None else value for value in template)
+    left = iter(read)
+    return tuple([next(left) if value is None else value for value in template])
 
 
 def _check_each(call: Call) -> None:

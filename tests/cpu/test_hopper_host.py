@@ -59,7 +59,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(ops, "_PREPARED", Recent(2048))
+    monkeypatch.setattr(ops, "PREPARED", Recent(2048))
     return found
 
 

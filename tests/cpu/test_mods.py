@@ -519,7 +519,7 @@ def test_operators_mean_what_they_do_in_python(sign):
 def test_changing_numbers_leave_nothing_behind(monkeypatch):
     """A softcap, a scale or a length that is another in every call: what is kept of them is bounded."""
     prepared, programs = Recent(64), Recent(32)
-    monkeypatch.setattr(ops, "_PREPARED", prepared)
+    monkeypatch.setattr(ops, "PREPARED", prepared)
     monkeypatch.setattr(program, "_PROGRAMS", programs)
     before = len(core.TEMPLATES)
     q = torch.zeros(1, 2, 1, 8)

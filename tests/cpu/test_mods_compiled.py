@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 import sartor
@@ -76,7 +77,7 @@ def test_by_inductor_with_gradients():
         score = mods.Score(lambda s, b, h, q, kv: s + table[h, q - kv + 20])
         return sartor.attention(q, k, v, mask=mask, score=score)
 
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(face, fullgraph=True, backend=counter)
     for graphs, documents, left in ((1, DOCUMENTS, 3), (1, DOCUMENTS.flip(0), 3), (2, DOCUMENTS, 5)):
         out, want = (f(q, k, v, documents, left) for f in (compiled, face))

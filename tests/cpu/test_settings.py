@@ -39,7 +39,7 @@ DEVICE = {"arange", "randint", "randperm", "as_tensor"}  # integers by default, 
 @pytest.fixture
 def plans(monkeypatch):
     """No plan from before: those made in a setting are what is looked at."""
-    monkeypatch.setattr(ops, "_PREPARED", Recent(2048))
+    monkeypatch.setattr(ops, "PREPARED", Recent(2048))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

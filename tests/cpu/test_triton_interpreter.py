@@ -81,7 +81,7 @@ def small_tiles(request, monkeypatch):
         torch.set_num_threads(1)  # the interpreter's tensors are small
     sartor.plan.choose.cache_clear()
     sartor.plan.choose_backward.cache_clear()
-    sartor.ops._PREPARED.clear()
+    sartor.ops.PREPARED.clear()
 
 
 def first_tile(case):

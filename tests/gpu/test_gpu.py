@@ -55,7 +55,7 @@ def of_every_family(request, monkeypatch):
 
 def forget_plans():
     """Plans are kept by what they depend on, which a patched function does not belong to."""
-    choose.cache_clear(), ops._PREPARED.clear()
+    choose.cache_clear(), ops.PREPARED.clear()
 
 
 def inputs(b=2, hq=4, hkv=2, sq=130, skv=190, d=64, dv=None, dtype=BF16, seed=0, **rest):

@@ -216,7 +216,7 @@ def test_a_graph_outlives_its_plan(keys):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = sartor.attention(q, k, v)
-    choose.cache_clear(), ops._PREPARED.clear()
+    choose.cache_clear(), ops.PREPARED.clear()
     gc.collect()
     for _ in range(20):
         q.normal_()

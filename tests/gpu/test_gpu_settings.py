@@ -26,7 +26,7 @@ COMPILED = settings.COMPILED | {"reduce_overhead": settings.compiled(mode="reduc
 @pytest.fixture
 def plans(monkeypatch):
     """No plan from before: those made in a setting are what is looked at."""
-    monkeypatch.setattr(ops, "_PREPARED", Recent(2048))
+    monkeypatch.setattr(ops, "PREPARED", Recent(2048))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

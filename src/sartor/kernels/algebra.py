@@ -21,17 +21,17 @@ def working_dtype(p: Problem) -> torch.dtype:
 
 def finite(t: torch.Tensor) -> bool:
     """Whether all of it is: by its sum, which is fast, element by element only where that is not."""
-    total = t.sum(dtype=torch.promote_types(t.dtype, torch.float32))
+    total = t.sum() if t.dtype == torch.float32 else t.sum(dtype=torch.promote_types(t.dtype, torch.float32))
     return math.isfinite(total.item()) or bool(t.isfinite().all())
 
 
 LARGE = 4096.0  # of an lse: in float32 its rounding is worth 2^-12 of each weight exp(score - lse)
 
 
-def resolved(lse: torch.Tensor) -> bool:
-    """Whether every row's lse is finite and no larger than LARGE, so that weights can be recomputed from it."""
+def resolved(lse: torch.Tensor, largest: float = LARGE) -> bool:
+    """Whether every row's lse is finite and no larger than that, so that weights can be recomputed from it."""
     least, most = torch.aminmax(lse)
-    return max(-least.item(), most.item()) <= LARGE
+    return max(-least.item(), most.item()) <= largest
 
 
 def attended(weights: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,7 @@ from sartor.problem import Problem
 Tensor = torch.Tensor
 FEATURES = MASKS | {F16, BF16, F32, F64, TF32, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC, SHARED_LSE}
 LOG2_E = math.log2(math.e)
+FEW = 2**18  # scores, beyond which a walk over tiles takes no longer than all at once
 TILE = Tile(256, 512)  # the fastest on two AVX2 cores for 2 to 32 heads; the same for any batch, so that bits are too
 
 
@@ -86,6 +87,15 @@ class Part:
     def by_head(self, x: Tensor) -> Tensor:
         """A tile (n, g * rows, keys) as (batch, hq, rows, keys): the same memory."""
         return x.view(self.frame.batch, self.p.heads_q, -1, x.shape[2])
+
+
+def few(p: Problem) -> bool:
+    """Whether `small` computes the problem: few scores, in one tile, whose bits then are the same; gradients of q, k
+    and v alone; and no kernel asked for."""
+    more = p.sinks or p.copies or p.bias_shape is not None or p.table_shapes or p.out_dtype != p.dtype
+    scores = p.batch * p.heads_q * p.seqlen_q * p.seqlen_kv
+    tile = p.seqlen_q <= TILE.block_m and p.seqlen_kv <= TILE.block_n
+    return 0 < scores <= FEW and tile and not more and p.kernel == "auto"
 
 
 def parts(plan: Plan, x: Operands, clean: bool) -> Iterator[Part]:
@@ -242,6 +252,15 @@ class Blocked:
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """One."""
         return (TILE,)
+
+    def notes(self, p: Problem) -> Iterable[str]:
+        """What small calls get instead."""
+        if p.device == "cpu" and few(p):
+            scores = p.batch * p.heads_q * p.seqlen_q * p.seqlen_kv
+            yield (
+                f"{scores} scores are so few that they are computed at once, where lse is not asked for, and a backward"
+                " reads their weights"
+            )
 
     def run(self, plan: Plan, x: Operands) -> tuple[Tensor, Tensor]:
         """out and lse."""

@@ -1,5 +1,6 @@
-"""Calls that PyTorch's fused CPU kernel computes at once, with PyTorch's own node of autograd behind the result: their
-backward takes no more of the host than that of PyTorch's attention.
+"""Calls that are one call of PyTorch's fused CPU kernel: with what no call of a plan changes found out beforehand, and
+with PyTorch's own node of autograd behind the result, whose backward takes no more of the host than that of PyTorch's
+attention.
 
 What that node gets wrong is seen in its gradients, which then are not finite: a hook of it puts `blocked`'s in their
 place. The hook holds no tensor; it asks the node that is being run for what it saved.
@@ -13,9 +14,9 @@ import torch
 
 from sartor.device import Device
 from sartor.kernels import blocked, torch_cpu
-from sartor.kernels.algebra import finite, resolved
+from sartor.kernels.algebra import LARGE, finite
 from sartor.kernels.spec import Operands, Plan, Saved
-from sartor.problem import Call, Problem, aux_values
+from sartor.problem import Call, Problem, Template, aux_values
 
 Tensor = torch.Tensor
 NO_SECOND = "sartor.attention has no second derivative: expected no gradient of its gradients"
@@ -36,39 +37,56 @@ class Last(torch.autograd.Function):
         raise NotImplementedError(NO_SECOND)
 
 
-def attend(plan: Plan, x: Operands) -> Tensor | None:
-    """out of a plan of `torch_cpu`, in the layout of `x`, for autograd to follow; None of a call that takes several
-    blocks, wants other gradients than those of q, k and v, has to be repaired, or whose saved tensors have hooks."""
-    p, added, is_causal = plan.problem, None, False
-    if p.bias_shape is not None or p.table_shapes or torch._C._is_any_autocast_enabled():
-        return None
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # they may give back other strides
-        return None
-    if torch_cpu.at_once(p, x):
-        is_causal = p.program == torch_cpu.CAUSAL
-    elif _may_be_one_block(p, x):
-        block = next(iter(torch_cpu.blocks(plan, x)))
-        if not block.covers(p):
+class Single:
+    """A plan of `torch_cpu` whose calls take one call of PyTorch's kernel each."""
+
+    __slots__ = ("given", "is_causal", "kept_by_node", "masked", "plain", "plan", "scale", "template")
+
+    def __init__(self, plan: Plan, template: Template) -> None:
+        p = plan.problem
+        self.plan, self.template, self.scale = plan, template, p.softmax_scale
+        self.plain = torch_cpu.at_once(p, template)  # nothing is added to the scores
+        self.is_causal = self.plain and p.program == torch_cpu.CAUSAL
+        self.masked = self.is_causal or p.program.keep is not None
+        self.given = not self.plain and template == (None,) and torch_cpu.given(p.program)
+        as_it_is = self.plain or (self.given and p.program.keep is None)
+        self.kept_by_node = as_it_is or p.batch * p.heads_q * p.seqlen_q * p.seqlen_kv <= MOST
+
+    @classmethod
+    def of(cls, plan: Plan, template: Template) -> Single | None:
+        """None of a plan of another kernel, whose calls need copies, or several blocks."""
+        p = plan.problem
+        if plan.kernel is not torch_cpu.SPEC or p.copies or p.bias_shape is not None or p.table_shapes:
             return None
-        added = block.added
-    else:
-        return None
-    given = x.layout == "bhsd"
-    q, k, v = (x.q, x.k, x.v) if given else (t.transpose(1, 2) for t in (x.q, x.k, x.v))
-    out, lse = torch_cpu.FORWARD(q, k, v, 0.0, is_causal, attn_mask=added, scale=p.softmax_scale)
-    masked = is_causal or added is not None
-    if not torch_cpu.sound(lse) or not resolved(lse) or (masked and not finite(out.detach())):
-        return None
-    node: Any = out.grad_fn
-    node.register_hook(_mend_masked if is_causal or p.program.keep is not None else _mend)
-    return out if given else out.transpose(1, 2)
+        found = cls(plan, template)
+        return found if found.plain or torch_cpu.is_one_block(p, found.given) else None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, read: list[Tensor]) -> Tensor | None:
+        """out of q, k and v in layout bhsd and of the tensors among the aux values, for autograd to follow; None of a
+        call that has to be repaired, or whose saved tensors have hooks."""
+        follow = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if follow and (not self.kept_by_node or _hooked()):
+            return None
+        if self.plain:
+            out, lse = torch_cpu.FORWARD(q, k, v, 0.0, self.is_causal, scale=self.scale)
+            if not follow:
+                return out if torch_cpu.sound(lse) and not (self.masked and not finite(out)) else None
+        else:
+            added = torch_cpu.added_at_once(self.plan, self.template, read, q, self.given)
+            if not follow:
+                found = torch_cpu.of_block(self.plan.problem, added, q, k, v)
+                return None if found is None else found[0]
+            out, lse = torch_cpu.FORWARD(q, k, v, 0.0, False, attn_mask=added, scale=self.scale)
+        if not torch_cpu.sound(lse, LARGE) or (self.masked and not finite(out.detach())):
+            return None
+        node: Any = out.grad_fn
+        node.register_hook(_mend_masked if self.masked else _mend)
+        return out
 
 
-def _may_be_one_block(p: Problem, x: Operands) -> bool:
-    """Whether nothing but a tensor of the caller's is added, or a block that is small enough to be kept."""
-    if p.program.keep is None and len(x.aux) == 1 and isinstance(x.aux[0], Tensor):
-        return True
-    return p.seqlen_q <= torch_cpu.ROWS and p.batch * p.heads_q * p.seqlen_q * p.seqlen_kv <= MOST
+def _hooked() -> bool:
+    """Whether saved tensors have hooks, which may give back other strides."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _mend(gradients: Any, douts: Any) -> Any:
@@ -81,19 +99,25 @@ def _mend_masked(gradients: Any, douts: Any) -> Any:
 
 def _mended(gradients: Any, dout: Tensor, masked: bool) -> Any:
     """The node's gradients if they are finite, else those of `blocked`; with create_graph=True such as have none."""
+    follow = torch.is_grad_enabled()
+    if not follow:
+        return gradients if _finite(gradients) else _by_blocked(gradients, dout, masked)
     with torch.no_grad():
-        if not all(finite(d) for d in gradients if d is not None):
-            found = _by_blocked(dout, masked)
-            gradients = tuple(None if d is None else new for d, new in zip(gradients, found, strict=False))
-    if not torch.is_grad_enabled():
-        return gradients
+        found = gradients if _finite(gradients) else _by_blocked(gradients, dout, masked)
     node: Any = torch._C._current_autograd_node()
     sources = dout, node._saved_query, node._saved_key, node._saved_value
-    return tuple(d if d is None else Last.apply(d.detach().requires_grad_(), *sources) for d in gradients)
+    return tuple(d if d is None else Last.apply(d.detach().requires_grad_(), *sources) for d in found)
 
 
-def _by_blocked(dout: Tensor, masked: bool) -> tuple[Tensor, ...]:
-    """dq, dk and dv of the node that is being run, from what it saved."""
+def _finite(gradients: Any) -> bool:
+    """Whether they are. dq tells of all, where it is wanted: what is not finite in q, k, v, dout or the weights makes
+    some dS NaN, or what dS is multiplied by, and dq adds up all of these."""
+    dq = gradients[0]
+    return finite(dq) if dq is not None else all(finite(d) for d in gradients if d is not None)
+
+
+def _by_blocked(gradients: Any, dout: Tensor, masked: bool) -> tuple[Tensor | None, ...]:
+    """dq, dk and dv of the node that is being run, from what it saved; those that are wanted."""
     node: Any = torch._C._current_autograd_node()
     q, k, v = (t.detach().transpose(1, 2) for t in (node._saved_query, node._saved_key, node._saved_value))
     added, mask = node._saved_attn_mask, None
@@ -107,4 +131,4 @@ def _by_blocked(dout: Tensor, masked: bool) -> tuple[Tensor, ...]:
     x = Operands(q, k, v, None, aux_values(call, template))
     out, lse = blocked.SPEC.run(plan, x)
     found = blocked.BACKWARD_SPEC.run(plan, x, Saved(out, lse, dout.detach().transpose(1, 2), None))
-    return tuple(t.transpose(1, 2) for t in found[:3])
+    return tuple(None if d is None else t.transpose(1, 2) for d, t in zip(gradients, found[:3], strict=False))

@@ -16,6 +16,11 @@ from sartor.problem import Problem, wide
 Tensor = torch.Tensor
 KEPT = 2**14  # elements up to which a plan keeps what is added to scores, if no data says what that is
 INFINITE = {torch.float32: -(2**23), torch.float64: -(2**52)}  # the bits of -inf as an integer
+CPU = torch.device("cpu")
+SHOWN = {
+    dtype: tuple(torch.tensor(x, dtype=dtype, device=CPU) for x in (0.0, -torch.inf)) for dtype in INFINITE
+}  # of a key that a row attends to, and one that it does not
+FEW = 2**12  # elements
 ITEM = 2**21  # scores of a batch item from which items are taken one by one: their tiles alone fill the caches
 
 
@@ -142,8 +147,18 @@ def frames(plan: Plan, x: Operands) -> Iterator[Frame]:
         yield Frame(p, items, own, dtype, x.q.device, plan.cache)
 
 
+def whole(plan: Plan, x: Operands) -> Frame:
+    """The call at once."""
+    p = plan.problem
+    return Frame(p, slice(0, p.batch), x.aux, wide(p.dtype), x.q.device, plan.cache)
+
+
 def hidden(keep: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where `keep`, else -inf, by its bits: torch.where and masked_fill take ten times as long, without vectors."""
+    """0 where `keep`, else -inf: by its bits, as torch.where and masked_fill take ten times as long, without vectors;
+    that is three operations, which take longer on few elements."""
+    if keep.numel() <= FEW:
+        shown, low = SHOWN[dtype]
+        return torch.where(keep, shown, low)
     bits = torch.int64 if dtype == torch.float64 else torch.int32
     return (~keep).to(bits).mul_(INFINITE[dtype]).view(dtype)
 

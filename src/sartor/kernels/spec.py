@@ -202,3 +202,11 @@ def allocate_out(p: Problem, q: torch.Tensor, layout: str = "bshd") -> torch.Ten
     if heads_outermost(q):
         return torch.empty((b, hq, sq, dv), dtype=p.out_dtype, device=q.device).transpose(1, 2)
     return torch.empty((b, sq, hq, dv), dtype=p.out_dtype, device=q.device)
+
+
+def unviewed(out: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view, which autograd would not let a caller change in place."""
+    if not out._is_view():
+        return out
+    place = out.untyped_storage(), out.storage_offset(), out.shape, out.stride()
+    return torch.empty(0, dtype=out.dtype, device=out.device).set_(*place)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,12 +39,12 @@ from sartor.features import (
 from sartor.kernels import blocked
 from sartor.kernels.algebra import LARGE, finite, resolved, spoiled, working_dtype
 from sartor.kernels.kept import DATA, EACH, Kept
-from sartor.kernels.spans import Frame, frames, hidden
+from sartor.kernels.spans import ITEM, Frame, frames, hidden
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.mods.masks import causal
 from sartor.mods.program import Program
 from sartor.mods.tracing import four_dims
-from sartor.problem import Problem, wide
+from sartor.problem import Problem, Template, filled, wide
 
 Tensor = torch.Tensor
 FEATURES = MASKS | {F16, BF16, F32, F64, TF32, GQA, SCORE, UNALIGNED, DETERMINISTIC, SHARED_LSE}
@@ -53,7 +53,7 @@ FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # the binding takes
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 ROWS = 256  # of a block of queries: what is added to its scores stays in the caches
 WHOLE = 2**22  # elements of a tensor mask that are added at once: many, as the backward is slower block by block
-FEW = 64  # rows up to which the product of what lse holds is neither too large nor too small
+FEW = 64  # rows up to which lse is looked at in Python
 KEYS = 512  # up to which the keys are not cut: to find out which are reached takes longer than they do
 
 
@@ -86,19 +86,13 @@ class TorchCpu:
         """out, in the layout of `x`, and lse if it is wanted."""
         given = x.layout == "bhsd"  # as PyTorch takes it
         q, k, v = (x.q, x.k, x.v) if given else (t.transpose(1, 2) for t in (x.q, x.k, x.v))
-        found = (_plain if at_once(plan.problem, x) else _in_blocks)(plan, x, q, k, v)
+        found = (_plain if at_once(plan.problem, x.aux) else _in_blocks)(plan, x, q, k, v)
         if found is None:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             out, lse = blocked.SPEC.run(plan, replace(x, q=q, k=k, v=v, layout="bshd"))
             return out.transpose(1, 2) if given else out, lse if x.lse else None
         out, lse = found
         return out if given else out.transpose(1, 2), lse.contiguous() if x.lse else None
-
-    def attend(self, plan: Plan, x: Operands) -> Tensor | None:
-        """out for autograd to follow, as `native` has it."""
-        from sartor.kernels import native
-
-        return native.attend(plan, x)
 
 
 def _adds(program: Program) -> bool:
@@ -110,12 +104,12 @@ def _adds(program: Program) -> bool:
     return reads == 1 and program.dscore.text() == "1.0"
 
 
-def at_once(p: Problem, x: Operands) -> bool:
+def at_once(p: Problem, aux: tuple[Any, ...]) -> bool:
     """Whether PyTorch's kernel computes the call as it is, with nothing added to the scores. Equal programs may read
     other numbers: PyTorch's diagonal is the main one."""
     if p.program == FULL:
         return True
-    return p.program == CAUSAL and x.aux == (0,) and p.seqlen_q == p.seqlen_kv and p.softmax_scale > 0
+    return p.program == CAUSAL and aux == (0,) and p.seqlen_q == p.seqlen_kv and p.softmax_scale > 0
 
 
 def _plain(plan: Plan, x: Operands, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -136,11 +130,16 @@ def _plain(plan: Plan, x: Operands, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
     return torch.where(lost, torch.nan, out), torch.where(lost[..., 0], torch.nan, lse)
 
 
-def sound(lse: Tensor) -> bool:
-    """Whether none is 0, infinite or NaN: of few rows by their product, which is an operation less."""
-    if lse.numel() <= FEW and 0 < abs(lse.prod().item()) < math.inf:
-        return True
-    return (lse / lse).sum().item() > 0
+def sound(lse: Tensor, most: float = math.inf) -> bool:
+    """Whether none is 0, infinite or beyond `most`, nor NaN where `out` is not NaN: of few rows in Python, which takes
+    less time than operations on tensors do."""
+    if lse.numel() > FEW:
+        return bool((lse / lse).sum().item() > 0) and (most == math.inf or resolved(lse, most))
+    for item in lse.tolist():
+        for rows in item:
+            if 0.0 in rows or math.inf in rows or (most < math.inf and not (-most <= min(rows) and max(rows) <= most)):
+                return False
+    return True
 
 
 def _seen(marked: Tensor, group: int) -> Tensor:
@@ -180,8 +179,8 @@ def _in_blocks(plan: Plan, x: Operands, q: Tensor, k: Tensor, v: Tensor) -> tupl
     p, out, lse = plan.problem, None, None
     for block in blocks(plan, x):
         if block.covers(p):
-            return _block(p, block, q, k, v)
-        part = _block(p, block, q[block.queries], k[block.keys], v[block.keys])
+            return of_block(p, block.added, q, k, v)
+        part = of_block(p, block.added, q[block.queries], k[block.keys], v[block.keys])
         if part is None:
             return None
         if out is None or lse is None:
@@ -193,24 +192,41 @@ def _in_blocks(plan: Plan, x: Operands, q: Tensor, k: Tensor, v: Tensor) -> tupl
     return out, lse
 
 
-def _block(p: Problem, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+def of_block(p: Problem, added: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """out and lse of queries and keys with what is added to their scores; None where something is not finite."""
     if k.shape[2] == 0:
         return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=working_dtype(p))
-    out, lse = FORWARD(q, k, v, 0.0, False, attn_mask=block.added, scale=p.softmax_scale)
-    if (lse / lse).sum().item() + 0 * out.sum(dtype=lse.dtype).item() > 0:  # nothing is infinite or NaN, and no lse 0
+    out, lse = FORWARD(q, k, v, 0.0, False, attn_mask=added, scale=p.softmax_scale)
+    if sound(lse) and finite(out):
         return out, lse
-    if block.added is None:
+    if added is None:
         return None
-    dead = (block.added == -torch.inf).all(3).expand(lse.shape)  # for which lse comes out 0
+    dead = (added == -torch.inf).all(3).expand(lse.shape)  # for which lse comes out 0
     out, lse = out.masked_fill(dead[..., None], 0), lse.masked_fill(dead, -torch.inf)
     return (out, lse) if bool(((lse / lse) > 0)[~dead].all()) and finite(out) else None
+
+
+def is_one_block(p: Problem, is_given: bool) -> bool:
+    """Whether one block covers every call of the problem; `is_given` as `given` tells."""
+    if is_given:
+        return p.program.keep is None or p.batch * p.heads_q * p.seqlen_q * p.seqlen_kv <= WHOLE
+    uncut = p.program.rows is None or p.seqlen_kv <= KEYS
+    return uncut and p.seqlen_q <= ROWS and p.heads_q * p.seqlen_q * p.seqlen_kv < ITEM
+
+
+def added_at_once(plan: Plan, template: Template, read: list[Tensor], q: Tensor, is_given: bool) -> Tensor | None:
+    """What is added to the scores of a call that one block covers; `read` are the tensors among its aux values."""
+    if is_given:
+        return _given(plan.problem, read[0], q.dtype)
+    found: list[Block] = _KEPT.get(plan, read) or list(blocks(plan, Operands(q, q, q, None, filled(template, read))))
+    return found[0].added
 
 
 def blocks(plan: Plan, x: Operands) -> Iterable[Block]:
     """The blocks of a call, kept for the next one of the plan where they are small and read little data, or none."""
     p = plan.problem
     data = [a for a in x.aux if isinstance(a, Tensor)]
-    if p.seqlen_q * p.seqlen_kv > EACH or sum(t.numel() for t in data) > DATA or _given(p.program):
+    if p.seqlen_q * p.seqlen_kv > EACH or sum(t.numel() for t in data) > DATA or given(p.program):
         return _blocks(plan, x)
     found: list[Block] | None = _KEPT.get(plan, data)
     if found is None:
@@ -219,7 +235,7 @@ def blocks(plan: Plan, x: Operands) -> Iterable[Block]:
     return found
 
 
-def _given(program: Program) -> bool:
+def given(program: Program) -> bool:
     """Whether what is added is a tensor of the caller's as it is, or says itself who sees whom."""
     score, keep = program.score, program.keep
     if keep is None:
@@ -230,22 +246,27 @@ def _given(program: Program) -> bool:
 def _blocks(plan: Plan, x: Operands) -> Iterator[Block]:
     p = plan.problem
     everything = slice(0, p.batch), slice(0, p.seqlen_q), slice(0, p.seqlen_kv)
-    if len(x.aux) == 1 and isinstance(x.aux[0], Tensor) and _given(p.program):
-        given = x.aux[0]
+    if len(x.aux) == 1 and isinstance(x.aux[0], Tensor) and given(p.program):
+        term = x.aux[0]
         if p.program.keep is None:
-            yield Block(*everything, _dense(given, x.q.dtype))
+            yield Block(*everything, _given(p, term, x.q.dtype))
             return
-        rows = p.seqlen_q if given.shape[2] == 1 else max(1, WHOLE * p.seqlen_q // given.numel())
+        rows = p.seqlen_q if term.shape[2] == 1 else max(1, WHOLE * p.seqlen_q // term.numel())
         for first in range(0, p.seqlen_q, rows):
             i = slice(first, min(first + rows, p.seqlen_q))
-            some = given if given.shape[2] == 1 else given[:, :, i]
-            yield Block(everything[0], i, everything[2], _dense(hidden(some, working_dtype(p)), x.q.dtype))
+            some = term if term.shape[2] == 1 or rows >= p.seqlen_q else term[:, :, i]
+            yield Block(everything[0], i, everything[2], _given(p, some, x.q.dtype))
         return
     for frame in frames(plan, x):
         for span in frame.spans(ROWS, KEYS):
             keys = slice(span.lo, span.hi) if span.lo < span.hi else slice(0, 0)
             partial = span.lo < span.full_lo or span.full_hi < span.hi
             yield Block(frame.items, span.i, keys, added(frame, span.i, keys, partial))
+
+
+def _given(p: Problem, term: Tensor, dtype: torch.dtype) -> Tensor:
+    """The caller's tensor as what is added to scores."""
+    return _dense(term if p.program.keep is None else hidden(term, working_dtype(p)), dtype)
 
 
 def added(frame: Frame, i: slice, j: slice, partial: bool) -> Tensor | None:
@@ -310,7 +331,7 @@ def _usable(lse: Tensor) -> Tensor | None:
 def _gradients(plan: Plan, x: Operands, data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """dq, dk and dv of dout, q, k, v, out and lse, with heads before rows."""
     p, (dout, q, k, v, out, lse) = plan.problem, data
-    if at_once(p, x):
+    if at_once(p, x.aux):
         return BACKWARD(dout, q, k, v, out, lse, 0.0, p.program == CAUSAL, scale=p.softmax_scale)  # type: ignore[no-any-return]
     sums = None
     for block in blocks(plan, x):

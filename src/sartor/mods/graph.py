@@ -7,6 +7,7 @@ the mod there, over meta tensors, and return its handle, which is a constant of 
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def read(written: Written) -> Any:
 def _described(value: Any, sizes: Any) -> Any:
     """A tensor as its dtype and shape, of which, without sizes to compare with, 2 stands for all that is not 0 or 1."""
     if not isinstance(value, torch.Tensor):
-        return value
+        return index(value) if type(value) is int else value  # a graph has one number, which Dynamo then guards
     shape = [(2 if n > 1 else int(n)) if sizes is None else int(n) for n in value.shape]
     return value.dtype, tuple(shape)
 

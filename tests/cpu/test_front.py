@@ -1,0 +1,198 @@
+"""Calls on a CPU that are found before a `Call` is made of them: the same results and errors, by fewer steps."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import pytest
+import torch
+
+import sartor
+from sartor import front, mods, ops, testing
+from sartor.kernels import blocked, torch_cpu
+from sartor.mods.recent import Recent
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TABLE = torch.randn(4, 11, generator=torch.Generator().manual_seed(0))
+PLAIN = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (3, 0)},
+    "slopes": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+    "bias": {"bias": torch.linspace(-1, 1, 9 * 11).view(9, 11)},
+    "mask": {"mask": torch.arange(9 * 11).view(9, 11) % 3 != 1},
+    "documents": {"mask": mods.document(torch.arange(9)[None] // 5, torch.arange(11)[None] // 5)},
+}
+SMALL = {
+    "softcap": {"softcap": 2.0},
+    "causal softcap": {"softcap": 2.0, "causal": True},
+    "softcap and bias": {"softcap": 2.0, "bias": PLAIN["bias"]["bias"], "window": (4, None)},
+    "table": {"score": mods.Score(lambda s, b, h, q, kv: s * TABLE[h, kv])},
+    "constant": {"score": mods.Score(lambda s, b, h, q, kv: 0.5 * kv), "causal": True},
+    "masked softcap": {"softcap": 2.0, "mask": PLAIN["mask"]["mask"]},
+}
+
+
+def given(dtype=torch.float32, heads_kv=2, dim_v=8, layout="bshd"):
+    q, k, v = testing.make_inputs(2, 4, heads_kv, 9, 11, 8, dtype=dtype, dim_v=dim_v, layout=layout)
+    return q, k, v
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls that were made in the long way, and an empty cache."""
+    made = []
+    monkeypatch.setattr(ops, "PREPARED", Recent(64))
+    monkeypatch.setattr(ops, "run", lambda *a, run=ops.run: made.append(a) or run(*a))
+    return made
+
+
+def gradients(tensors, dout, **options):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    out = sartor.attention(*leaves, **options)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("name", [*PLAIN, *SMALL])
+def test_nothing_goes_the_long_way(name, layout, calls):
+    options = (PLAIN | SMALL)[name] | {"layout": layout}
+    q, k, v = given(layout=layout)
+    expected = sartor.attention(q, k, v, kernel="reference", **options)
+    assert len(calls) == 1
+    for _ in range(2):
+        torch.testing.assert_close(sartor.attention(q, k, v, **options), expected, rtol=1e-5, atol=1e-5)
+        gradients((q, k, v), testing.make_like(expected), **options)
+    assert len(calls) == 1
+
+
+def test_no_argument_is_overlooked():
+    """`attention` looks at these itself, and at another value of one goes the long way."""
+    looked_at = {"sinks", "deterministic", "return_lse", "out_dtype", "precision"}
+    assert {*signature(front.attend).parameters} | looked_at == {*signature(sartor.attention).parameters}
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_few_scores_at_once_stay_in_the_budget(name, dtype, heads_kv, calls):
+    q, k, v = given(dtype, heads_kv, dim_v=5)
+    dout = testing.make_like(sartor.attention(q, k, v, **SMALL[name]))
+    found = gradients((q, k, v), dout, **SMALL[name])
+    assert not calls
+    testing.check_all(found, q, k, v, dout, **SMALL[name])
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_few_scores_have_the_bits_of_the_walk(name, dtype, heads_kv):
+    """They do not depend on whether lse is wanted, nor, by the number of scores, on the batch."""
+    q, k, v = given(dtype, heads_kv)
+    found, walked = (sartor.attention(q, k, v, kernel=kernel, **SMALL[name]) for kernel in ("auto", "blocked"))
+    assert torch.equal(found, walked)
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_a_result_of_few_scores_may_be_changed_in_place(heads_kv):
+    """Where no backward needs it any more."""
+    q, k, v = (t.requires_grad_() for t in given(heads_kv=heads_kv, layout="bhsd"))
+    out = sartor.attention(q, k, v, softcap=2.0, layout="bhsd")
+    expected = 2 * out.detach()
+    assert torch.equal(out.mul_(2), expected)
+    with pytest.raises(RuntimeError, match="inplace"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("place", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("options", [*PLAIN.values(), *SMALL.values()], ids=[*PLAIN, *SMALL])
+def test_what_is_not_finite_reaches_what_attends_to_it_only(options, place, value):
+    tensors = dict(zip("qkv", given(heads_kv=4), strict=True))
+    tensors["dout"] = testing.make_like(tensors["q"])
+    tensors[place][0, 6, 1] = value
+    *qkv, dout = tensors.values()
+    found, expected = (gradients(qkv, dout, **options | {"kernel": kernel}) for kernel in ("auto", "blocked"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, equal_nan=True, msg=name)
+
+
+def test_rows_that_reach_no_key():
+    q, k, v = given()
+    mask = torch.ones(9, 11, dtype=torch.bool)
+    mask[4] = False
+    for more in ({}, {"softcap": 2.0}):
+        testing.verify(q, k, v, mask=mask, **more)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"softmax_scale": 1.0}, {"softmax_scale": True}),
+        ({"window": (1, 0)}, {"window": (True, 0)}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({}, {"layout": "bdsh"}),
+        ({}, {"kernel": "none"}),
+        ({"alibi_slopes": torch.ones(4)}, {"alibi_slopes": torch.ones(4).requires_grad_()}),
+    ],
+    ids=str,
+)
+def test_what_equals_a_value_that_was_seen_is_refused_all_the_same(good, bad):
+    q, k, v = given()
+    sartor.attention(q, k, v, **good)
+    with pytest.raises((TypeError, ValueError, NotImplementedError)):
+        sartor.attention(q, k, v, **bad)
+
+
+def test_other_tensors_of_a_shape_that_was_seen():
+    q, k, v = given()
+    sartor.attention(q, k, v)
+    for other in (k.to("meta"), k.to_sparse(), k.tolist(), k.half()):
+        with pytest.raises((TypeError, ValueError), match=r"^k must"):
+            sartor.attention(q, other, v)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
+def test_a_gradient_has_no_gradient(options):
+    q, k, v = (t.requires_grad_() for t in given())
+    (dq,) = torch.autograd.grad(sartor.attention(q, k, v, **options).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        dq.sum().backward()
+
+
+def test_many_scores_are_walked_over(monkeypatch):
+    monkeypatch.setattr(ops, "PREPARED", Recent(64))
+    monkeypatch.setattr(blocked, "FEW", 2 * 4 * 9 * 11 - 1)
+    walked = []
+    monkeypatch.setattr(blocked.Blocked, "run", lambda *a, run=blocked.Blocked.run: walked.append(a) or run(*a))
+    sartor.attention(*given(), softcap=2.0)
+    assert walked
+    assert not any("at once" in note for note in sartor.explain(*given(), softcap=2.0).notes)
+
+
+def test_explain_says_that_few_scores_are_computed_at_once():
+    assert "792 scores are so few" in str(sartor.explain(*given(), softcap=2.0))
+    for more in ({"kernel": "blocked"}, {"sinks": torch.zeros(4)}):
+        assert "so few" not in str(sartor.explain(*given(), softcap=2.0, **more))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [3, torch_cpu.FEW, torch_cpu.FEW + 1])
+def test_sound(rows, dtype):
+    lse = torch.linspace(-9, 9, 2 * rows, dtype=dtype)[::2].view(1, 1, -1).clone() + 0.01
+    assert torch_cpu.sound(lse)
+    assert torch_cpu.sound(lse, 10)
+    assert not torch_cpu.sound(lse, 8)
+    for value in (0.0, torch.inf):
+        bad = lse.clone()
+        bad[0, 0, -1] = value
+        assert not torch_cpu.sound(bad)
+
+
+def test_the_keys_of_a_front_are_bounded(monkeypatch):
+    monkeypatch.setattr(ops, "PREPARED", Recent(16))
+    for length in range(1, 40):
+        sartor.attention(*(t[:, :length].repeat(1, 4, 1, 1) for t in given()))
+    assert len(ops.PREPARED) <= 16
+    assert front.attend.__doc__
