@@ -41,6 +41,9 @@ def test_transfers_take_what_the_link_takes(tmp_path: Path, monkeypatch: pytest.
     text = report.render("cpu/overlap/overlap", tmp_path)
     assert "ms of one of 4 ranks with 64 tokens each (H=4 on 2, D=8, float32, causal)" in text
     assert text.count("| InfiniBand, 0.0100 GB/s |") == 2
+    pytest.importorskip("matplotlib")
+    (file,) = views.drawn(found, tmp_path, views.ALONE["overlap"])
+    assert file.name == "overlap-timeline.png"
 
 
 def test_the_last_gradients_travel_while_something_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,5 +93,5 @@ def test_tables_and_pictures_of_the_forecast(measured: Path) -> None:
     text = report.render("cpu/scaling/forecast", measured)
     assert "| 16M | 1024 |" in text
     assert "| ring, own | 4 on 2 | 64 | 64 | 51% |" in report.render("cpu/scaling/blocks", measured)
-    (file,) = views.drawn(records.read(measured / "cpu" / "scaling.jsonl"), measured, ("forecast",))
+    (file,) = views.drawn(records.read(measured / "cpu" / "scaling.jsonl"), measured, views.ALONE["scaling"])
     assert file.name == "scaling-forecast.png"
