@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from sartor import testing
-from sartor.distributed.choose import area
+from sartor.distributed import choose
 from sartor.distributed.local import Local, Sums
 from sartor.distributed.machine import Machine, Points
 from sartor.distributed.merge import Merged
@@ -90,7 +90,7 @@ class Block(NamedTuple):
         shards = Sharding.parse(self.sharding)
         view = sight(True, None, None, shards, shards.seqlen)
         owners = range(shards.ranks) if self.owner < 0 else (self.owner,)
-        return sum(area(view, shards, shards.runs[owner], self.rank)[0] for owner in owners)
+        return sum(choose.area(view, shards, shards.runs[owner], self.rank)[0] for owner in owners)
 
 
 def share(heads: tuple[int, int], ranks: int) -> tuple[int, int]:
@@ -173,8 +173,7 @@ def measure(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
             record.ms, record.ms_p20, record.ms_p80 = timing.ms, timing.at(0.2), timing.at(0.8)
             record.host_us = timing.host_us
             record.tflops = 4 * at.heads[0] * plan.dim * at.pairs * FACTORS[mode] / timing.ms * 1e-9
-            length = min(part.count for part in job.local.queries.runs[at.rank])
-            record.counters = {"pairs": at.pairs, "fraction": at.pairs / record.seqlen_q / at.tokens, "run": length}
+            record.counters = {"pairs": at.pairs, "fraction": at.pairs / record.seqlen_q / at.tokens}
             record.clock_mhz_before, record.clock_mhz_after = before, sm_clock_mhz(device)
             yield record
 
@@ -184,10 +183,13 @@ def machine(records: list[Record], base: Machine) -> Machine:
     found = [r for r in records if r.provider.startswith(f"{FAMILY}:ring:")]
 
     def points(mode: str) -> Points:
-        runs = sorted({int(r.counters["run"]) for r in found if r.counters})
-        at = {n: [r for r in found if r.mode == mode and r.counters and r.counters["run"] == n] for n in runs}
-        work = {n: [(r.tflops * r.ms, r.ms) for r in rows if r.tflops and r.ms] for n, rows in at.items()}
-        return tuple((n, sum(x for x, _ in pairs) / sum(ms for _, ms in pairs)) for n, pairs in work.items())
+        rates: dict[int, list[tuple[float, float]]] = {}  # TFLOP and ms, were all of the device busy
+        for r in found:
+            if r.mode == mode and r.counters and r.tflops and r.ms:
+                rows = r.seqlen_q if mode == "fwd" else r.seqlen_kv
+                busy = min(1.0, rows * r.heads_q / base.rows)
+                rates.setdefault(round(r.counters["pairs"] / rows), []).append((r.tflops * r.ms, r.ms * busy))
+        return tuple((n, sum(x for x, _ in at) / sum(ms for _, ms in at)) for n, at in sorted(rates.items()))
 
     return replace(base, forward=points("fwd"), backward=points("bwd"))
 
@@ -195,8 +197,9 @@ def machine(records: list[Record], base: Machine) -> Machine:
 def modelled(r: Record, machine: Machine) -> float:
     """Seconds that the model gives the step of a record."""
     assert r.counters is not None
-    flops = 4 * r.heads_q * r.dim * r.counters["pairs"] * FACTORS[r.mode]
-    return flops / machine.rate(r.mode == "bwd", int(r.counters["run"]), r.workload.torch_dtype.itemsize) + machine.step
+    size = r.workload.torch_dtype.itemsize
+    work = choose.Work(1, r.heads_q, r.heads_kv, r.dim, r.dim_v, size, "", "", 1, 1, True, None, False, True)
+    return choose.compute(work, machine, r.mode == "bwd", 1, (r.counters["pairs"], r.seqlen_q, r.seqlen_kv))
 
 
 def main(results: Path, plan: Plan = PLAN) -> None:
