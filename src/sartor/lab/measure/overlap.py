@@ -45,10 +45,10 @@ class Plan(NamedTuple):
 
     tokens: int = 65536
     ranks: int = 8
-    heads: tuple[int, int] = (32, 8)
+    heads: tuple[int, int] = (16, 4)
     dim: int = 128
     dtype: str = "bfloat16"
-    rounds: int = 3
+    rounds: int = 2
 
     @property
     def workload(self) -> Workload:

@@ -33,7 +33,7 @@ from sartor.lab.workloads.workload import FACTORS, Workload
 from sartor.problem import Call, wide
 
 SUITE, FAMILY = "scaling", "block"
-BUDGET = Budget(rounds=3, turn_ms=30.0, lead_ms=60.0, max_s=3.0)
+BUDGET = Budget(rounds=2, turn_ms=20.0, lead_ms=40.0)
 RING = {"own": 1, "earlier": 0, "later": 2}  # whose keys: a shard's own, or of one earlier or later in the sequence
 
 
@@ -43,9 +43,9 @@ class Plan(NamedTuple):
     heads: tuple[int, int] = (32, 8)
     dim: int = 128
     dtype: str = "bfloat16"
-    ring: tuple[int, ...] = (256, 1024, 4096, 16384, 65536)  # tokens of a rank
+    ring: tuple[int, ...] = (256, 1024, 4096, 16384, 32768)  # tokens of a rank
     shares: tuple[int, ...] = (2, 8, 32)  # ranks that share heads
-    ulysses: tuple[int, ...] = (8192, 32768, 131072)  # tokens of all
+    ulysses: tuple[int, ...] = (8192, 65536)  # tokens of all
     usp: tuple[int, ...] = (2048, 16384)  # tokens of a rank of the ring, heads shared by `usp_shares`
     usp_shares: int = 8
     allgather: tuple[tuple[int, int], ...] = ((131072, 8), (131072, 64), (131072, 512))  # tokens of all, ranks
