@@ -93,6 +93,7 @@ H200 = Machine(
     "benchmarks/results/h200/paper.jsonl, runs 20261123T173650-6a6b (forward) and 20261122T182849-030f (backward);"
     " links: 80 % of what their makers state",
     host_ranks=8, near=0.8 * 450e9, far=0.8 * 50e9, near_latency=10e-6, far_latency=20e-6, step=30e-6, memory=141e9,
+    rows=132 * 128,
 )  # fmt: skip
 CPU = Machine(
     "cpu", ((512, 0.1), (4096, 0.1)), ((512, 0.1), (4096, 0.1)), "a guess: `sartor doctor --distributed` measures it",

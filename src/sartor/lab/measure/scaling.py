@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -179,7 +180,8 @@ def measure(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
 
 
 def machine(records: list[Record], base: Machine) -> Machine:
-    """A machine with the rates of the ring's steps; its links, and what else was not measured, are those of `base`."""
+    """A machine with the rates of the ring's steps and the host time of short ones; its links, and what else was not
+    measured, are those of `base`."""
     found = [r for r in records if r.provider.startswith(f"{FAMILY}:ring:")]
 
     def points(mode: str) -> Points:
@@ -191,7 +193,8 @@ def machine(records: list[Record], base: Machine) -> Machine:
                 rates.setdefault(round(r.counters["pairs"] / rows), []).append((r.tflops * r.ms, r.ms * busy))
         return tuple((n, sum(x for x, _ in at) / sum(ms for _, ms in at)) for n, at in sorted(rates.items()))
 
-    return replace(base, forward=points("fwd"), backward=points("bwd"))
+    host = [r.host_us * 1e-6 for r in found if r.host_us]
+    return replace(base, forward=points("fwd"), backward=points("bwd"), step=median(host) if host else base.step)
 
 
 def modelled(r: Record, machine: Machine) -> float:
