@@ -36,11 +36,14 @@ def test_transfers_take_what_the_link_takes(tmp_path: Path, monkeypatch: pytest.
         if r.provider == "transfers:none:near":
             assert not transfers
         elif r.provider.endswith("far"):
-            order = (0, 1, 2) if r.mode == "fwd" else (0, 1, 0, 2, 1, 2)
+            order = (0, 1, 2) if r.mode == "fwd" else (0, 1, 2, 0, 1, 2)
             assert all(ms >= least[t] for ms, t in zip(transfers, order, strict=True))
     text = report.render("cpu/overlap/overlap", tmp_path)
     assert "ms of one of 4 ranks with 64 tokens each (H=4 on 2, D=8, float32, causal)" in text
     assert text.count("| InfiniBand, 0.0100 GB/s |") == 2
+    pytest.importorskip("matplotlib")
+    (file,) = views.drawn(found, tmp_path, views.ALONE["overlap"])
+    assert file.name == "overlap-timeline.png"
 
 
 def test_the_last_gradients_travel_while_something_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +54,7 @@ def test_the_last_gradients_travel_while_something_is_computed(monkeypatch: pyte
         inner = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, n=name, f=inner, **k: (events.append(n), f(*a, **k))[1])
     rank.backward(link)
-    assert events == ["post", "gradients", *["post", "gradients", "post"] * 2, "gradients", "post", "gradients"]
+    assert events == ["post", *["gradients", "post"] * 2, "post", "gradients", "post", "gradients", "post", "gradients"]
 
 
 def test_a_rank_alone_waits_for_nothing() -> None:
@@ -90,5 +93,5 @@ def test_tables_and_pictures_of_the_forecast(measured: Path) -> None:
     text = report.render("cpu/scaling/forecast", measured)
     assert "| 16M | 1024 |" in text
     assert "| ring, own | 4 on 2 | 64 | 64 | 51% |" in report.render("cpu/scaling/blocks", measured)
-    (file,) = views.drawn(records.read(measured / "cpu" / "scaling.jsonl"), measured, ("forecast",))
+    (file,) = views.drawn(records.read(measured / "cpu" / "scaling.jsonl"), measured, views.ALONE["scaling"])
     assert file.name == "scaling-forecast.png"

@@ -31,8 +31,8 @@ def test_ring(world):
 
 
 def test_ring_of_more_ranks(large_world):
-    four, eight = (max(large_world.run(ranks, peak, ranks, 512, "ring", False)) for ranks in (4, 8))
-    assert eight <= 1.02 * four  # twice the sequence on twice the ranks
+    five, eight = (max(large_world.run(ranks, peak, ranks, 512, "ring", False)) for ranks in (5, 8))
+    assert eight <= 1.02 * five  # shards of the same size; of four ranks not all that can be on its way is
 
 
 def test_allgather_holds_all_keys(world):

@@ -2,9 +2,9 @@
 
 A step of the ring takes max(compute of a block, transfer of keys of the next one and of gradients of the one before);
 the other methods add up what they transfer and what they compute. Compute is FLOPs over a kernel rate that depends on
-the length of a block; a transfer is a latency and bytes over the rate of the link, within a host or between hosts.
-Everything the model reads is in `machine.Machine`. Masks other than a band count as if everything were seen, so that no
-device is asked.
+how far a kernel loops and how many rows it has, and never less than what the host needs for a step; a transfer is a
+latency and bytes over the rate of the link, within a host or between hosts. Everything the model reads is in
+`machine.Machine`. Masks other than a band count as if everything were seen, so that no device is asked.
 """
 
 from __future__ import annotations
@@ -185,16 +185,25 @@ def _passes(queries: Sharding, keys: Sharding, work: Work, machine: Machine, str
     )  # fmt: skip
 
 
+def compute(work: Work, machine: Machine, backward: bool, shares: int, block: tuple[float, float, float]) -> float:
+    """Seconds for a block of (pairs, queries, keys) and the heads of one of so many ranks that share them."""
+    pairs, queries, keys = block
+    if not pairs:
+        return 0.0
+    flops = pairs * work.pair / shares * (2.5 if backward else 1)
+    rows = keys if backward else queries  # that a kernel holds while it loops over the others
+    rate = machine.rate(backward, pairs / rows, rows * work.batch * work.heads_q / shares, work.itemsize)
+    return max(flops / rate, machine.step)
+
+
 def _pass(
     queries: Sharding, keys: Sharding, work: Work, machine: Machine, stride: int, backward: bool, rank: int
 ) -> Time:
     """One rank: while a block is computed, keys of the next one come and gradients of the one before go."""
-    ranks = queries.ranks
+    ranks, rows = queries.ranks, queries.count(rank)
     *found, late = _areas(work.causal, work.window, queries.text, keys.text, rank)
     blocks = [found[(rank - t) % ranks] for t in range(ranks)]
-    length = min(run.count for run in queries.runs[rank]) if queries.runs[rank] else 1
-    each = work.pair / stride * (2.5 if backward else 1) / machine.rate(backward, length, work.itemsize)
-    compute = [pairs * each + (machine.step if pairs else 0) for pairs, _ in blocks]
+    busy = [compute(work, machine, backward, stride, (pairs, rows, sent)) for pairs, sent in blocks]
 
     def transfers(itemsize: int) -> list[float]:
         return [0.0] + [
@@ -206,11 +215,11 @@ def _pass(
 
     come, go, last = transfers(work.itemsize), [0.0] * (ranks + 1), 0.0
     if backward:
-        last = late[0] * each if ranks > 1 else 0.0
-        compute[0] -= last
+        last = busy[0] * late[0] / blocks[0][0] if ranks > 1 and late[0] else 0.0
+        busy[0] -= last
         go = [0.0, *transfers(work.wide)[:-1]]  # of the block before
-    exposed = sum(max(0.0, come[t + 1] + go[t] - compute[t]) for t in range(ranks)) + max(0.0, go[ranks] - last)
-    return Time(sum(compute) + last, exposed)
+    exposed = sum(max(0.0, come[t + 1] + go[t] - busy[t]) for t in range(ranks)) + max(0.0, go[ranks] - last)
+    return Time(sum(busy) + last, exposed)
 
 
 def _ring(work: Work, machine: Machine, backward: bool) -> Time:
@@ -222,9 +231,8 @@ def _allgather(work: Work, machine: Machine, backward: bool) -> Time:
     worst = 0.0
     for rank in sorted({0, far // 2, far}):
         pairs = sum(pairs for pairs, _ in _areas(work.causal, work.window, work.queries, work.keys, rank)[:-1])
-        length = min((run.count for run in queries.runs[rank]), default=1)
-        flops = pairs * work.pair * (2.5 if backward else 1)
-        worst = max(worst, flops / machine.rate(backward, length, work.itemsize) + machine.step)
+        block = pairs, queries.count(rank), Sharding.parse(work.keys).seqlen
+        worst = max(worst, compute(work, machine, backward, 1, block))
     return Time(worst, machine.transfer(_gathered(work, backward), 0, far, 4 if backward else 2))
 
 

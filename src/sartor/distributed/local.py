@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,11 @@ from sartor.mods.tracing import four_dims
 from sartor.problem import Call, wide
 
 Tensor = torch.Tensor
+Then = Callable[[], None]
+
+
+def nothing() -> None:
+    """Nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,25 +139,38 @@ class Local:
         place = [i for i, a in enumerate(score.aux) if isinstance(a, Tensor)][number]
         return table if place in score.tables else at.frame.cut(table)
 
-    def add(self, merged: Merged, block: Runs, k: Tensor, v: Tensor) -> None:
-        """Merge the results over a block of keys."""
-        dtype = wide(self.call.q.dtype)
-        for at in self.rectangles(block):
+    def add(self, merged: Merged, block: Runs, k: Tensor, v: Tensor, beside: Then = nothing) -> None:
+        """Merge the results over a block of keys. `beside` is called once, before the last of the merging."""
+        dtype, cells = wide(self.call.q.dtype), list(self.rectangles(block))
+        for number, at in enumerate(cells, 1):
             call = replace(self.problem(at, k, v), out_dtype=dtype)
             out, lse = ops.run(call, True)
+            if number == len(cells):
+                beside()
             merged.add(at.q, out, lse)
+        if not cells:
+            beside()
 
-    def gradients(self, block: Runs, k: Tensor, v: Tensor, saved: Saved, sums: Sums) -> None:
+    def gradients(
+        self, block: Runs, k: Tensor, v: Tensor, saved: Saved, sums: Sums, beside: Then = nothing
+    ) -> None:  # fmt: skip
         """Add what a block of keys and the queries give one another. `saved` is of the softmax over all keys, whose
-        probabilities are exp(score - lse) here too: FlashAttention's backward (Dao 2023, algorithm 2) needs no more."""
-        for at in self.rectangles(block):
+        probabilities are exp(score - lse) here too: FlashAttention's backward (Dao 2023, algorithm 2) needs no more.
+        `beside` is called once, before the last gradients are added."""
+        cells = list(self.rectangles(block))
+        for number, at in enumerate(cells, 1):
             call = self.problem(at, k, v)
             rows = Saved(
                 saved.out[:, at.q].contiguous(), saved.lse[:, :, at.q].contiguous(), saved.dout[:, at.q].contiguous(),
                 None if saved.dlse is None else saved.dlse[:, :, at.q].contiguous(),
             )  # fmt: skip
             prepared = ops.prepare(call)
-            sums.add(self, at, ops._backward(prepared, prepared.operands(call), rows, shared_lse=True))
+            found = ops._backward(prepared, prepared.operands(call), rows, shared_lse=True)
+            if number == len(cells):
+                beside()
+            sums.add(self, at, found)
+        if not cells:
+            beside()
 
 
 def _joined(row: list[Rectangle]) -> list[Rectangle]:

@@ -25,8 +25,9 @@ Points = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of kernels are (tokens of a block, TFLOP/s) in one dtype; `precisions` are factors for others by the bytes
-    of an element. Rates of links are in one direction, each rank sending and receiving at once."""
+    """Rates of kernels are in one dtype, of useful FLOPs: (keys that a query sees, TFLOP/s) of a forward, (queries that
+    see a key, TFLOP/s) of a backward; `precisions` are factors for others by the bytes of an element. Rates of links
+    are in one direction, each rank sending and receiving at once."""
 
     name: str
     forward: Points
@@ -37,14 +38,16 @@ class Machine:
     far: float  # bytes/s to a rank of another
     near_latency: float  # seconds
     far_latency: float
-    step: float  # seconds that a step costs the host: launches, and the merging of small results
+    step: float  # seconds that a step costs the host, at the least: launches, and the merging of small results
     memory: float  # bytes of a rank
+    rows: int = 1  # queries of a forward, keys of a backward, of all heads, fewer of which leave a part of it idle
     precisions: tuple[tuple[int, float], ...] = ((2, 1.0), (4, 0.25), (8, 0.05))
 
-    def rate(self, backward: bool, length: int, itemsize: int) -> float:
-        """FLOP/s of a kernel on a block of so many tokens, between two measured lengths on a logarithmic scale."""
+    def rate(self, backward: bool, length: float, rows: float, itemsize: int) -> float:
+        """FLOP/s of a kernel that loops over so many keys (queries in a backward) for so many rows of all heads,
+        between two measured lengths on a logarithmic scale."""
         table = self.backward if backward else self.forward
-        factor = dict(self.precisions).get(itemsize, 1.0)
+        factor = dict(self.precisions).get(itemsize, 1.0) * min(1.0, rows / self.rows)
         at = math.log2(max(length, 1))
         points = [(math.log2(n), rate * 1e12 * factor) for n, rate in table]
         if at <= points[0][0]:
@@ -76,7 +79,7 @@ class Machine:
             raise ValueError(f"expected an object with the keys {sorted(names)}")
         for name in ("forward", "backward", "precisions"):
             found[name] = tuple((int(n), float(rate)) for n, rate in found[name])
-        numbers = [found[n] for n in ("host_ranks", "near", "far", "memory")]
+        numbers = [found[n] for n in ("host_ranks", "near", "far", "memory", "rows")]
         numbers += [rate for n in ("forward", "backward", "precisions") for _, rate in found[n]]
         if not found["forward"] or not found["backward"] or not all(0 < x < math.inf for x in numbers):
             raise ValueError("expected rates, ranks and memory > 0")
@@ -90,6 +93,7 @@ H200 = Machine(
     "benchmarks/results/h200/paper.jsonl, runs 20261123T173650-6a6b (forward) and 20261122T182849-030f (backward);"
     " links: 80 % of what their makers state",
     host_ranks=8, near=0.8 * 450e9, far=0.8 * 50e9, near_latency=10e-6, far_latency=20e-6, step=30e-6, memory=141e9,
+    rows=132 * 128,
 )  # fmt: skip
 CPU = Machine(
     "cpu", ((512, 0.1), (4096, 0.1)), ((512, 0.1), (4096, 0.1)), "a guess: `sartor doctor --distributed` measures it",

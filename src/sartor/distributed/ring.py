@@ -1,14 +1,19 @@
 """Keys and values pass from rank to rank while what came before is computed (Liu, Zaharia and Abbeel 2023).
 
 In step t a rank has the keys of rank - t. They come straight from their owner, so that a step that the mask leaves
-empty is neither sent nor waited for nor computed, and of what is sent only keys that are seen. The transfers of step
-t + 1 are posted before step t is computed: two blocks of keys are in memory, whatever the number of ranks. Results are
-merged in float32; gradients of keys go back to their owner in float32 and are added in the order of steps. The last run
-of a rank's own keys is left to the end of the backward, behind which the last gradients travel.
+empty is neither sent nor waited for nor computed, and of what is sent only keys that are seen. Three blocks of keys at
+most are in memory, whatever the number of ranks. Results are merged in float32; gradients of keys go back to their
+owner in float32 and are added in the order of steps. The last run of a rank's own keys is left to the end of the
+backward, behind which the last gradients travel.
+
+An attention kernel on a GPU takes all SMs until it ends, and a transfer needs a few of its own to begin. So transfers
+are posted before something that leaves room: those of step t + 2 when the kernels of step t are enqueued, and are
+followed by the merging of what they give; gradients before those of an earlier step are added.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -48,37 +53,40 @@ class Ring:
             Step(owner, see.needed(rank, runs[owner]), reader, see.needed(reader, runs[rank]))
             for owner, reader in (((rank - t) % ranks, (rank + t) % ranks) for t in range(1, ranks))
         ]
+        self.coming: deque[Pending] = deque()  # keys of the steps that come next
+        self.posted = 0  # for how many steps
 
     def forward(self, merged: Merged) -> None:
         """Merge the results over all keys."""
         local = self.local
-        coming = self._post_keys(0)
-        local.add(merged, self.own, local.call.k, local.call.v)
-        for t, step in enumerate(self.steps):
-            pair = coming.wait()
-            coming = self._post_keys(t + 1)
+        self._post_keys()
+        local.add(merged, self.own, local.call.k, local.call.v, self._post_keys)
+        for step in self.steps:
+            pair = self.coming.popleft().wait()
             if pair:
-                local.add(merged, step.block, pair[0], pair[1])
-        coming.wait()
+                local.add(merged, step.block, pair[0], pair[1], self._post_keys)
+            else:
+                self._post_keys()
 
     def backward(self, saved: Saved) -> tuple[Sums, Tensor, Tensor]:
         """The gradients of queries, and dk and dv of this rank's keys."""
         local, k, v = self.local, self.local.call.k, self.local.call.v
-        sums = Sums(local)
-        coming, going, before = self._post_keys(0), Pending(), None
+        sums, going, before = Sums(local), Pending(), None
         own = sums.start(k, v)
         early, late = (self.own[:-1], self.own[-1:]) if self.steps and len(self.own) > 1 else (self.own, ())
-        local.gradients(early, k, v, saved, sums)
-        for t, step in enumerate(self.steps):
-            pair = coming.wait()
-            coming = self._post_keys(t + 1)
+        self._post_keys()
+        local.gradients(early, k, v, saved, sums, self._post_keys)
+        for step in self.steps:
             found: tuple[Tensor, ...] = ()
+            pair = self.coming.popleft().wait()
             if pair:
                 found = sums.start(pair[0], pair[1])
-                local.gradients(step.block, pair[0], pair[1], saved, sums)
-            self._add(own, going, before)
-            going, before = self._post_gradients(step, found), step
-        coming.wait()
+                local.gradients(step.block, pair[0], pair[1], saved, sums, self._post_keys)
+            else:
+                self._post_keys()
+            went, going = going, self._post_gradients(step, found)
+            self._add(own, went, before)
+            before = step
         sums.resume(own)
         local.gradients(late, k, v, saved, sums)
         self._add(own, going, before)
@@ -89,13 +97,14 @@ class Ring:
         """The runs of this rank's keys."""
         return self.local.keys.runs[self.local.rank]
 
-    def _post_keys(self, t: int) -> Pending:
-        """Send and receive k and v of step number t; nothing after the last."""
-        if t >= len(self.steps):
-            return Pending()
-        step, k, v = self.steps[t], self.local.call.k, self.local.call.v
+    def _post_keys(self) -> None:
+        """Send and receive k and v of the next step that was not posted; nothing after the last."""
+        if self.posted == len(self.steps):
+            return
+        step, k, v = self.steps[self.posted], self.local.call.k, self.local.call.v
         sends = [(self._taken(x, step), step.reader) for x in (k, v)] if step.given else []
-        return self.transport.post(sends, _shapes(step.keys, k, v, step.owner), k)
+        self.coming.append(self.transport.post(sends, _shapes(step.keys, k, v, step.owner), k))
+        self.posted += 1
 
     def _post_gradients(self, step: Step, found: tuple[Tensor, ...]) -> Pending:
         """Send dk and dv of another's keys to their owner, receive those of this rank's keys from their reader."""

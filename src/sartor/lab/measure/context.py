@@ -126,7 +126,7 @@ def in_steps(w: Workload, x: Data, steps: int, rounded: bool) -> Results:
         owners = [(rank - t) % steps for t in range(steps)]
         merged, sums = Merged(q, w.dim_v, wide(q.dtype)), Sums(local)
         for owner in owners:
-            local.add(merged, sharding.runs[owner], *shards[owner][1:3])
+            local.add(merged, sharding.runs[owner], shards[owner][1], shards[owner][2])
             merged.out = kept(merged.out)
         saved = Saved(merged.out.to(q.dtype), merged.lse, dout, None)
         for owner in owners:

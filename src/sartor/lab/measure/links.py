@@ -27,6 +27,7 @@ from sartor.lab.measure.timing import Budget, interleave, synchronize
 from sartor.lab.workloads.workload import Inputs, Workload
 from sartor.problem import Call
 
+ROWS = 128  # that a multiprocessor holds
 SMALL, REPEATS = 1 << 12, 15  # bytes of a transfer that takes its latency; how often transfers are timed
 
 
@@ -110,9 +111,10 @@ def measure(device: torch.device, plan: Plan) -> Machine:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     source = f"measured {time.strftime('%Y-%m-%d', time.gmtime())} by {ranks} ranks over {dist.get_backend()}; {known}"
     memory = _worst(-float(available_bytes(device)) / (layout.ranks if device.type == "cpu" else 1), device)
+    rows = ROWS * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return Machine(
         name, forward, backward, source, layout.ranks, near, far, near_latency, far_latency, _step(device, plan),
-        -memory, precisions,
+        -memory, rows, precisions,
     )  # fmt: skip
 
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
 
 from sartor import testing
-from sartor.distributed.choose import area
+from sartor.distributed import choose
 from sartor.distributed.local import Local, Sums
 from sartor.distributed.machine import Machine, Points
 from sartor.distributed.merge import Merged
@@ -33,7 +34,7 @@ from sartor.lab.workloads.workload import FACTORS, Workload
 from sartor.problem import Call, wide
 
 SUITE, FAMILY = "scaling", "block"
-BUDGET = Budget(rounds=3, turn_ms=30.0, lead_ms=60.0, max_s=3.0)
+BUDGET = Budget(rounds=2, turn_ms=20.0, lead_ms=40.0)
 RING = {"own": 1, "earlier": 0, "later": 2}  # whose keys: a shard's own, or of one earlier or later in the sequence
 
 
@@ -43,9 +44,9 @@ class Plan(NamedTuple):
     heads: tuple[int, int] = (32, 8)
     dim: int = 128
     dtype: str = "bfloat16"
-    ring: tuple[int, ...] = (256, 1024, 4096, 16384, 65536)  # tokens of a rank
+    ring: tuple[int, ...] = (256, 1024, 4096, 16384, 32768)  # tokens of a rank
     shares: tuple[int, ...] = (2, 8, 32)  # ranks that share heads
-    ulysses: tuple[int, ...] = (8192, 32768, 131072)  # tokens of all
+    ulysses: tuple[int, ...] = (8192, 65536)  # tokens of all
     usp: tuple[int, ...] = (2048, 16384)  # tokens of a rank of the ring, heads shared by `usp_shares`
     usp_shares: int = 8
     allgather: tuple[tuple[int, int], ...] = ((131072, 8), (131072, 64), (131072, 512))  # tokens of all, ranks
@@ -90,7 +91,7 @@ class Block(NamedTuple):
         shards = Sharding.parse(self.sharding)
         view = sight(True, None, None, shards, shards.seqlen)
         owners = range(shards.ranks) if self.owner < 0 else (self.owner,)
-        return sum(area(view, shards, shards.runs[owner], self.rank)[0] for owner in owners)
+        return sum(choose.area(view, shards, shards.runs[owner], self.rank)[0] for owner in owners)
 
 
 def share(heads: tuple[int, int], ranks: int) -> tuple[int, int]:
@@ -173,30 +174,35 @@ def measure(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
             record.ms, record.ms_p20, record.ms_p80 = timing.ms, timing.at(0.2), timing.at(0.8)
             record.host_us = timing.host_us
             record.tflops = 4 * at.heads[0] * plan.dim * at.pairs * FACTORS[mode] / timing.ms * 1e-9
-            length = min(part.count for part in job.local.queries.runs[at.rank])
-            record.counters = {"pairs": at.pairs, "fraction": at.pairs / record.seqlen_q / at.tokens, "run": length}
+            record.counters = {"pairs": at.pairs, "fraction": at.pairs / record.seqlen_q / at.tokens}
             record.clock_mhz_before, record.clock_mhz_after = before, sm_clock_mhz(device)
             yield record
 
 
 def machine(records: list[Record], base: Machine) -> Machine:
-    """A machine with the rates of the ring's steps; its links, and what else was not measured, are those of `base`."""
+    """A machine with the rates of the ring's steps and the host time of short ones; its links, and what else was not
+    measured, are those of `base`."""
     found = [r for r in records if r.provider.startswith(f"{FAMILY}:ring:")]
 
     def points(mode: str) -> Points:
-        runs = sorted({int(r.counters["run"]) for r in found if r.counters})
-        at = {n: [r for r in found if r.mode == mode and r.counters and r.counters["run"] == n] for n in runs}
-        work = {n: [(r.tflops * r.ms, r.ms) for r in rows if r.tflops and r.ms] for n, rows in at.items()}
-        return tuple((n, sum(x for x, _ in pairs) / sum(ms for _, ms in pairs)) for n, pairs in work.items())
+        rates: dict[int, list[tuple[float, float]]] = {}  # TFLOP and ms, were all of the device busy
+        for r in found:
+            if r.mode == mode and r.counters and r.tflops and r.ms:
+                rows = r.seqlen_q if mode == "fwd" else r.seqlen_kv
+                busy = min(1.0, rows * r.heads_q / base.rows)
+                rates.setdefault(round(r.counters["pairs"] / rows), []).append((r.tflops * r.ms, r.ms * busy))
+        return tuple((n, sum(x for x, _ in at) / sum(ms for _, ms in at)) for n, at in sorted(rates.items()))
 
-    return replace(base, forward=points("fwd"), backward=points("bwd"))
+    host = [r.host_us * 1e-6 for r in found if r.host_us]
+    return replace(base, forward=points("fwd"), backward=points("bwd"), step=median(host) if host else base.step)
 
 
 def modelled(r: Record, machine: Machine) -> float:
     """Seconds that the model gives the step of a record."""
     assert r.counters is not None
-    flops = 4 * r.heads_q * r.dim * r.counters["pairs"] * FACTORS[r.mode]
-    return flops / machine.rate(r.mode == "bwd", int(r.counters["run"]), r.workload.torch_dtype.itemsize) + machine.step
+    size = r.workload.torch_dtype.itemsize
+    work = choose.Work(1, r.heads_q, r.heads_kv, r.dim, r.dim_v, size, "", "", 1, 1, True, None, False, True)
+    return choose.compute(work, machine, r.mode == "bwd", 1, (r.counters["pairs"], r.seqlen_q, r.seqlen_kv))
 
 
 def main(results: Path, plan: Plan = PLAN) -> None:

@@ -73,7 +73,7 @@ def forecast(records: list[Record]) -> Table:
     r, machine = shown(records)
     shape = f"{r.dtype}, H={r.heads_q} on {r.heads_kv}, D={r.dim}, causal, zigzag"
     table = Table(
-        f"Predicted: ms of a forward and backward / efficiency ({shape})", ["tokens", "GPUs", *METHODS], []
+        f"Predicted: time of a forward and backward / efficiency ({shape})", ["tokens", "GPUs", *METHODS], []
     )  # fmt: skip
     lasts: dict[str, list[str]] = {name: [] for name in METHODS}
     for tokens, words in LENGTHS.items():
@@ -87,7 +87,15 @@ def forecast(records: list[Record]) -> Table:
             paying = [gpus for gpus, at in found.items() if name in at and at[name].efficiency >= PAYS]
             lasts[name].append(f"{max(paying, default=0) or 'none'} of {words}")
     table.notes.append(
-        "Efficiency: what one GPU would take, by the same model, over GPUs times ms. usp: (ranks that share heads).\n\n"
+        "Efficiency: what one GPU takes by the same model, over GPUs times the time. usp (ranks that share heads)."
+    )
+    fit = int(machine.memory / _held(r))
+    table.notes.append(
+        f"A token takes {_held(r) / 1e3:.0f} kB on a rank of the ring, keys on their way included:"
+        f" {machine.memory / 1e9:.0f} GB hold {fit / 2**20:.1f}M tokens, were there nothing else. What does not fit is"
+        " predicted all the same."
+    )
+    table.notes.append(
         f"The most GPUs at which each still puts {PAYS:.0%} of their time to use: "
         + "; ".join(f"{name} {', '.join(found)}" for name, found in lasts.items()) + " tokens."
     )  # fmt: skip
@@ -102,7 +110,15 @@ def _cell(p: Point | None) -> str:
     if p is None or p.reason:
         return NONE
     mesh = f" ({p.shares})" if p.shares > 1 else ""
-    return f"{number(p.seconds * 1e3)} / {p.efficiency:.0%}{mesh}"
+    time = f"{number(p.seconds * 1e3)} ms" if p.seconds < 10 else f"{number(p.seconds)} s"
+    return f"{time} / {p.efficiency:.0%}{mesh}"
+
+
+def _held(r: Record) -> int:
+    """Bytes a token takes on a rank of the ring: q, out and dout, k and v with three blocks of others' keys, all in the
+    inputs' dtype; in float32 dq, and dk and dv with two blocks of others'."""
+    size, queries, keys = r.workload.torch_dtype.itemsize, r.heads_q * r.dim, r.heads_kv * (r.dim + r.dim_v)
+    return size * (3 * queries + 4 * keys) + 4 * (queries + 3 * keys)
 
 
 def blocks(records: list[Record]) -> Table:
