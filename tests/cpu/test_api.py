@@ -676,6 +676,7 @@ def test_calls_that_lie_otherwise_in_memory_are_planned_apart():
     for name, value in {
         "precision": "tf32", "kernel": "blocked", "layout": "bhsd", "out_dtype": torch.float32, "softcap": 1.0,
         "softmax_scale": 1.0, "deterministic": True, "bias_gradient": True, "causal": True, "window": (1, 1),
+        "dropout_p": 0.1, "dropout_seed": torch.tensor([1]),
     }.items():  # fmt: skip
         assert Call(**given | {name: value}).key() != key, name
     torch.use_deterministic_algorithms(True)
