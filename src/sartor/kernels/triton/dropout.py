@@ -1,0 +1,70 @@
+"""Which weights of a tile stay, as sartor/kernels/dropout.py defines it: Philox once for every patch of 4 by 4 pairs.
+
+A tile's patches are compared where they are made, in a layout in which each thread has patches of its own; what goes to
+the layout of the scores is a number of 16 bits for each patch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from sartor.kernels import dropout
+from sartor.kernels.spec import Operands
+from sartor.problem import Problem
+
+
+def argument(p: Problem, x: Operands) -> tuple[Any, ...]:
+    """What kernels take: the seed, the threshold, so that Triton specialises on none, and the factor; or nothing."""
+    return (x.seed, 4 * dropout.threshold(p.dropout_p) + 2, dropout.scale(p.dropout_p)) if p.dropout_p else ()
+
+
+@triton.jit
+def seed_of(dropout, DROPOUT: tl.constexpr):
+    """The key of the random numbers, loaded once; nothing without dropout."""
+    if DROPOUT:
+        return tl.load(dropout[0])
+    else:
+        return 0
+
+
+@triton.jit
+def stays(
+    seed, dropout, b, h, q_start, kv_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Whether weights stay: [BLOCK_M, BLOCK_N] from (q_start, kv_start) on, multiples of 16; TRANSPOSED, keys along the
+    rows. True without dropout."""
+    if DROPOUT:
+        o_q, o_kv = tl.arange(0, BLOCK_M // 4), tl.arange(0, BLOCK_N // 4)
+        q, kv = (tl.cast(q_start, tl.int32) // 4 + o_q)[:, None], (tl.cast(kv_start, tl.int32) // 4 + o_kv)[None, :]
+        if TRANSPOSED:
+            q, kv = tl.trans(q), tl.trans(kv)
+        head, item = tl.cast(h, tl.int32) + kv * 0 + q * 0, tl.cast(b, tl.int32) + kv * 0 + q * 0
+        words = tl.philox(seed, kv + q * 0, q + kv * 0, head, item)
+        steps = (dropout[1] >> 2).to(tl.uint32)
+        upper = ((words[0] + words[1] + words[2] + words[3]) >> 24) < (steps & 255)
+        least = (steps >> 8) + upper.to(tl.uint32)
+        bits = tl.zeros_like(least)
+        for word in tl.static_range(4):
+            for byte in tl.static_range(4):
+                kept = ((words[word] >> (8 * byte)) & 255) >= least
+                bits = bits | (kept.to(tl.uint32) << (4 * word + byte))
+        m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        of_q, of_kv = (m & 1) * 8 + ((m >> 3) & 1) * 2, (n & 1) * 4 + ((n >> 3) & 1)
+        if TRANSPOSED:
+            return ((_spread(bits, BLOCK_N, BLOCK_M) >> (of_kv[:, None] + of_q[None, :])) & 1) != 0
+        else:
+            return ((_spread(bits, BLOCK_M, BLOCK_N) >> (of_q[:, None] + of_kv[None, :])) & 1) != 0
+    else:
+        return True
+
+
+@triton.jit
+def _spread(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of each pair of a tile what its patch has: [ROWS / 4, COLUMNS / 4] as [ROWS, COLUMNS]."""
+    bits = tl.reshape(bits, (ROWS // 16, 1, 4, 1, COLUMNS // 16, 1, 4, 1))
+    bits = tl.broadcast_to(bits, (ROWS // 16, 2, 4, 2, COLUMNS // 16, 2, 4, 2))
+    return tl.reshape(bits, (ROWS, COLUMNS)).to(tl.int32)
