@@ -44,22 +44,34 @@ def stays(
             q, kv = tl.trans(q), tl.trans(kv)
         head, item = tl.cast(h, tl.int32) + kv * 0 + q * 0, tl.cast(b, tl.int32) + kv * 0 + q * 0
         words = tl.philox(seed, kv + q * 0, q + kv * 0, head, item)
-        steps = (dropout[1] >> 2).to(tl.uint32)
-        upper = ((words[0] + words[1] + words[2] + words[3]) >> 24) < (steps & 255)
-        least = (steps >> 8) + upper.to(tl.uint32)
-        bits = tl.zeros_like(least)
-        for word in tl.static_range(4):
-            for byte in tl.static_range(4):
-                kept = ((words[word] >> (8 * byte)) & 255) >= least
-                bits = bits | (kept.to(tl.uint32) << (4 * word + byte))
+        bits = _compared(words, (dropout[1] >> 2).to(tl.uint32))
         m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-        of_q, of_kv = (m & 1) * 8 + ((m >> 3) & 1) * 2, (n & 1) * 4 + ((n >> 3) & 1)
+        of_q, of_kv = (m & 1) * 2 + ((m >> 3) & 1) * 16, (n & 1) + ((n >> 3) & 1) * 8
+        one = tl.full((BLOCK_M, 1), 1, tl.uint32)
         if TRANSPOSED:
-            return ((_spread(bits, BLOCK_N, BLOCK_M) >> (of_kv[:, None] + of_q[None, :])) & 1) != 0
+            one = tl.trans(one) << of_q[None, :]
+            return (_spread(bits, BLOCK_N, BLOCK_M) & (one << of_kv[:, None])) != 0
         else:
-            return ((_spread(bits, BLOCK_M, BLOCK_N) >> (of_q[:, None] + of_kv[None, :])) & 1) != 0
+            one = one << of_q[:, None]
+            return (_spread(bits, BLOCK_M, BLOCK_N) & (one << of_kv[None, :])) != 0
     else:
         return True
+
+
+@triton.jit
+def _compared(words, steps):
+    """Of patches, in bit 8 i + j, whether byte i of word j is not below the patch's threshold: four bytes at a time."""
+    upper = ((words[0] + words[1] + words[2] + words[3]) >> 24) < (steps & 255)
+    least = (steps >> 8) + upper.to(tl.uint32)
+    four = least * 0x01010101
+    low, inverse = four & 0x7F7F7F7F, four ^ 0xFFFFFFFF  # `~` is no operation of the interpreter's
+    bits = tl.zeros_like(least)
+    for j in tl.static_range(4):
+        x = words[j]
+        rest = (x | 0x80808080) - low  # its highest bits: whether the seven lower ones are not below
+        at_least = ((x & inverse) | ((x ^ inverse) & rest)) & 0x80808080
+        bits |= at_least >> (7 - j)
+    return tl.where(least > 255, 0, bits)
 
 
 @triton.jit
@@ -67,4 +79,4 @@ def _spread(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Of each pair of a tile what its patch has: [ROWS / 4, COLUMNS / 4] as [ROWS, COLUMNS]."""
     bits = tl.reshape(bits, (ROWS // 16, 1, 4, 1, COLUMNS // 16, 1, 4, 1))
     bits = tl.broadcast_to(bits, (ROWS // 16, 2, 4, 2, COLUMNS // 16, 2, 4, 2))
-    return tl.reshape(bits, (ROWS, COLUMNS)).to(tl.int32)
+    return tl.reshape(bits, (ROWS, COLUMNS))
