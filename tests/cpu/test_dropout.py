@@ -214,6 +214,36 @@ def test_what_is_wrong_is_said(given, error, words):
         sartor.attention(*small(), **given)
 
 
+def test_faces():
+    """Those of other libraries, by the seed that PyTorch's generator gives; a module in training only."""
+    q, k, v = small()
+    flat, ends = [t.flatten(0, 1) for t in (q, k, v)], torch.tensor([0, 40, 80], dtype=torch.int32)
+    calls = {
+        "sdpa": lambda p: sartor.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), dropout_p=p),
+        "flash": lambda p: sartor.flash_attn_func(q, k, v, p).transpose(1, 2),
+        "qkv": lambda p: sartor.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), p).transpose(1, 2),
+        "kv": lambda p: sartor.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), p).transpose(1, 2),
+    }
+    want = sartor.attention(q, k, v, dropout_p=0.5, dropout_seed=drawn()).transpose(1, 2)
+    for name, call in calls.items():
+        torch.manual_seed(3)
+        assert torch.equal(call(0.5), want), name
+        assert torch.equal(call(0.0), calls["sdpa"](0.0)), name
+    torch.manual_seed(3)
+    packed = sartor.flash_attn_varlen_func(*flat, ends, ends, 40, 40, 0.5)
+    assert not torch.equal(packed, sartor.flash_attn_varlen_func(*flat, ends, ends, 40, 40))
+    torch.testing.assert_close(packed[:40], want.transpose(1, 2)[0])  # the first sequence is where the first item is
+    layer = sartor.nn.Attention(16, 2, dropout=0.5)
+    x = torch.randn(2, 5, 16)
+    assert not torch.equal(layer(x), layer(x))
+    assert torch.equal(layer.eval()(x), layer(x))
+
+
+def drawn():
+    torch.manual_seed(3)
+    return torch.randint(0, 2**63 - 1, (1,))
+
+
 def test_explain():
     q, k, v = small()
     assert "dropout 0.1" in str(sartor.explain(q, k, v, dropout_p=0.1))
