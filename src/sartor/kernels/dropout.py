@@ -88,3 +88,8 @@ def applied(p: float, weights: Tensor, stay: Tensor) -> Tensor:
     """Weights, or gradients of them, scaled where they stay and 0 elsewhere."""
     found: Tensor = torch.where(stay, weights * scale(p), 0)
     return found
+
+
+def numbers(p: float) -> dict[str, int | float]:
+    """What kernels in CUDA C++ take besides a seed."""
+    return {"steps": threshold(p), "stay_scale": scale(p)}
