@@ -477,6 +477,7 @@ FEATURES = {
     "bool": {"mask": torch.rand(9, 13) > 0.3},
     "mods": {"mask": mods.prefix(torch.tensor([5, 9])) & mods.causal()},
     "out_dtype": {"out_dtype": torch.float32},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor([2**40 + 3])},
 }
 
 
