@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sartor import direct, nvrtc
+from sartor import direct, nvrtc, pending
 from sartor.device import Device
 from sartor.direct import Direct
 from sartor.features import (
@@ -106,6 +106,7 @@ class HopperBackward(TritonBackward):
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need."""
         why = launch.reasons(p, dev) + reasons(p, dev)
+        why += pending.refused("hopper_backward dropout") if p.dropout_p else []
         if p.program.score is not None and mask_class(p) == "tensor":
             why.append(f"needs scores that read no table of queries and keys, got {p.score_name}")
         elif p.program.buries:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from sartor import nvrtc
+from sartor import nvrtc, pending
 from sartor.device import Device
 from sartor.features import (
     BF16,
@@ -86,6 +86,7 @@ class HopperForward:
             why.append(f"needs head dims up to {MAX_DIM}, got {p.dim} and {p.dim_v}")
         elif p.dropout_p and max(p.dim, p.dim_v) > MAX_DROPOUT:
             why.append(f"needs head dims up to {MAX_DROPOUT} with dropout, got {p.dim} and {p.dim_v}")
+        why += pending.refused("hopper_forward dropout") if p.dropout_p else []
         if not p.rows_on_16_bytes and p.dim % 8 == 0 and p.dim_v % 8 == 0:
             why.append("needs rows of q, k and v that start on 16 bytes, got strides or addresses that do not")
         return why or launch.no_tile(self, p, dev)
