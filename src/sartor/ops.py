@@ -243,9 +243,9 @@ def _of_tables(dtables: Sequence[Tensor], like: Like) -> list[Any]:
 
 ARGUMENTS = {  # of the operators, in their order
     "q": "Tensor", "k": "Tensor", "v": "Tensor", "bias": "Tensor?", "mask": "Tensor?", "alibi_slopes": "Tensor?",
-    "sinks": "Tensor?", "dropout_seed": "Tensor?", "mod_tensors": "Tensor[]", "mask_handle": "str",
-    "score_handle": "str", "causal": "str", "window": "int[]?", "softmax_scale": "float?", "softcap": "float",
-    "deterministic": "bool", "out_dtype": "ScalarType?", "kernel": "str", "precision": "str", "dropout_p": "float",
+    "sinks": "Tensor?", "mod_tensors": "Tensor[]", "mask_handle": "str", "score_handle": "str", "causal": "str",
+    "window": "int[]?", "softmax_scale": "float?", "softcap": "float", "deterministic": "bool",
+    "out_dtype": "ScalarType?", "kernel": "str", "precision": "str", "dropout_p": "float", "dropout_seed": "Tensor?",
 }  # fmt: skip
 SCHEMA = ", ".join(f"{kind} {name}" for name, kind in ARGUMENTS.items())
 SINGLE = [name for name, kind in ARGUMENTS.items() if kind.startswith("Tensor") and kind != "Tensor[]"]  # one tensor

@@ -206,7 +206,8 @@ def test_explain_takes_what_attention_takes():
     ("given", "meant"),
     [
         ("is_causal", "causal"), ("scale", "softmax_scale"), ("attn_mask", r"mask \(bool, .* or bias \(float"),
-        ("dropout_p", "to leave it out"), ("sliding_window", "window"), ("score_mod", "score"), ("casual", "causal"),
+        ("dropout", "dropout_p"), ("generator", "dropout_seed"), ("sliding_window", "window"), ("score_mod", "score"),
+        ("casual", "causal"),
     ],
 )  # fmt: skip
 def test_keywords_of_other_libraries_are_told_their_name_here(call, given, meant):
