@@ -97,7 +97,7 @@ class Call:
             None if plain else tuple(extra_key(x) for x in (bias, mask, score, slopes, sinks)),
             self.causal, self.window, self.softmax_scale, self.softcap, self.bits_repeat,
             self.out_dtype, self.kernel, self.precision, self.layout, self.bias_gradient,
-            self.table_gradients, self.dropout_p, None if self.dropout_seed is None else _extra_key(self.dropout_seed),
+            self.table_gradients, self.dropout_p, None if self.dropout_seed is None else extra_key(self.dropout_seed),
         )  # fmt: skip
 
     def bshd(self) -> Call:

@@ -89,12 +89,12 @@ def test_masks_are_the_same_bit_for_bit(kernel, monkeypatch):
     assert torch.equal(mask_of(kernel), whole())
     monkeypatch.setattr(blocked, "TILE", Tile(24, 40))  # which cuts patches
     sartor.plan.choose.cache_clear()
-    sartor.ops._PREPARED.clear()
+    sartor.ops.PREPARED.clear()
     assert torch.equal(mask_of(kernel, deterministic=True), whole())
     causal = torch.ones(50, 70, dtype=torch.bool).tril(20)
     assert torch.equal(mask_of(kernel, causal=True, softmax_scale=2.0), whole() & causal)
     sartor.plan.choose.cache_clear()
-    sartor.ops._PREPARED.clear()
+    sartor.ops.PREPARED.clear()
 
 
 @pytest.mark.parametrize("kernel", ["reference", "blocked"])
