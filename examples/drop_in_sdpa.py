@@ -35,8 +35,8 @@ def main() -> None:
     torch.testing.assert_close(by_sartor, by_pytorch)
 
     with sartor.integrations.torch.activate():  # what Sartor has not got is PyTorch's, and said once
-        q = torch.randn(1, 4, 16, 24, device=device)
-        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+        q = torch.randn(3, 1, 4, 16, 24, device=device)
+        torch.func.vmap(F.scaled_dot_product_attention)(q, q, q)
 
 
 if __name__ == "__main__":

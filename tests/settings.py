@@ -25,6 +25,7 @@ def calls(device: str) -> dict[str, Call]:
     ids = (torch.arange(LENGTH, device=device) // 40)[None]
     document = mods.causal() & mods.document(ids)
     softened = mods.Score(lambda s, b, h, q, kv, aux: mods.maximum(s, 0.3) - abs(q - kv) / 3 * 0.1)
+    seed = torch.tensor([2**40 + 3], device=device)
     cu = torch.tensor([0, 5, 45, 2 * LENGTH - 7], dtype=torch.int32, device=device)
     filled = torch.tensor([LENGTH, 17], dtype=torch.int32, device=device)
 
@@ -41,6 +42,7 @@ def calls(device: str) -> dict[str, Call]:
         "mask": lambda q, k, v: sartor.attention(q, k, v, mask=keep),
         "document": lambda q, k, v: sartor.attention(q, k, v, mask=document),
         "score": lambda q, k, v: sartor.attention(q, k, v, score=softened, softcap=20.0),
+        "dropout": lambda q, k, v: sartor.attention(q, k, v, causal=True, dropout_p=0.2, dropout_seed=seed),
         "sdpa": lambda q, k, v: sartor.scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True
         ).transpose(1, 2),

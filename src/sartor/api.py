@@ -9,7 +9,16 @@ import torch
 from torch.autograd import forward_ad
 
 from sartor import front, ops
-from sartor.checks import LAYOUTS, boolean, floating, known_layout, needs_operator, suggesting, unexpected
+from sartor.checks import (
+    LAYOUTS,
+    boolean,
+    floating,
+    is_integer,
+    known_layout,
+    needs_operator,
+    suggesting,
+    unexpected,
+)  # fmt: skip
 from sartor.device import Device
 from sartor.mods.core import Mask, Score
 from sartor.plan import Explanation
@@ -42,6 +51,8 @@ def attention(
     out_dtype: torch.dtype | None = None,
     kernel: str = "auto",
     precision: str = "ieee",
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(q k^T) v, in linear memory, with gradients for q, k, v, bias and sinks.
 
@@ -80,6 +91,12 @@ def attention(
             by name, which then runs or raises.
         precision: for float32 inputs, "ieee" (float32 accuracy, by pairs of float16; docs/numerics.md)
             or "tf32" (10 bits of mantissa; on Hopper slower than that; a CPU computes in float32 all the same).
+        dropout_p: the probability, at least 0 and below 1, with which a weight of the softmax is 0 where it multiplies
+            v, in steps of 2^-16; the others are scaled so that their mean stays. lse is as without.
+        dropout_seed: what the mask is a function of, besides batch item, head, query and key: the same on every device,
+            by every kernel. An int of 64 bits, or int64 of one number on the device of q. None draws one from PyTorch's
+            generator of that device, on the device, as torch.manual_seed, CUDA graphs and checkpointing want it. Three
+            numbers are a seed, and the batch item and the head of a larger problem that are the first ones here.
 
     Returns:
         out (batch, seqlen_q, heads_q, dim_v) in `layout`. A row that attends to no key is 0, its lse -inf (its sink's
@@ -94,7 +111,8 @@ def attention(
         q, k, v = _autocast(q, k, v)
     elif (
         return_lse is False and sinks is None and softcap.__class__ is float and deterministic is False
-        and out_dtype is None and precision == "ieee" and forward_ad._current_level < 0
+        and out_dtype is None and precision == "ieee" and dropout_p.__class__ is float and dropout_p == 0
+        and forward_ad._current_level < 0
     ):  # fmt: skip
         found = front.attend(
             q, k, v, bias, mask, score, alibi_slopes, causal, window, softmax_scale, softcap, layout, kernel
@@ -104,7 +122,7 @@ def attention(
     boolean("return_lse", return_lse)
     call = Call(
         q, k, v, bias, mask, score, alibi_slopes, sinks, causal, window, softmax_scale, softcap, deterministic,
-        out_dtype, kernel, precision, layout,
+        out_dtype, kernel, precision, layout, dropout_p=dropout_p,
     )  # fmt: skip
     if forward_ad._current_level >= 0:
         _refuse_tangents(call)
@@ -114,9 +132,11 @@ def attention(
                 "attention has no functorch rules: expected a call outside of torch.func, got one in"
             )
         _refuse_distributed(q, k, v)
+        call.dropout_seed = seed_of(call, dropout_seed)
         out, lse = torch.ops.sartor.attention(*ops.as_operator_arguments(call.bshd()))
         out = out.transpose(1, 2) if layout == "bhsd" else out
     else:
+        call.dropout_seed = seed_of(call, dropout_seed)
         out, lse = ops.run(call, return_lse)
     return (out, lse) if return_lse else out
 
@@ -139,7 +159,9 @@ def explain(
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"device must be a sartor.device.Device, got {type(device).__name__}: {device!r}")
     q, k, v = _autocast(q, k, v)
+    seed = options.pop("dropout_seed", None)
     call = Call(q, k, v, layout=layout, **options)
+    call.dropout_seed = seed_of(call, seed) if seed is not None else None
     return explain_problem(Problem.of(call), device or Device.of(call.q.device))
 
 
@@ -205,6 +227,22 @@ def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
         return t.to(dtype) if narrow else t
 
     return cast(q), cast(k), cast(v)
+
+
+def seed_of(call: Call, given: Any) -> torch.Tensor | None:
+    """What the dropout mask of a call is made of: what was given, else a number drawn from PyTorch's generator."""
+    if not call.dropout_p or not isinstance(call.q, torch.Tensor):
+        return None
+    if isinstance(given, torch.Tensor):
+        return given
+    device = call.q.device
+    if given is None:
+        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    if not is_integer(given):
+        raise TypeError(f"dropout_seed must be an int or a torch.Tensor, got {type(given).__name__}: {given!r}")
+    if not -(2**63) <= given < 2**64:
+        raise ValueError(f"dropout_seed must be of 64 bits, got {given}")
+    return torch.full((1,), given - 2**64 * (given >= 2**63), dtype=torch.int64, device=device)
 
 
 def _refuse_tangents(call: Call) -> None:

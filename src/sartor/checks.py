@@ -22,10 +22,10 @@ ELSEWHERE = {  # what other libraries call it: what is meant here
     "attn_bias": "bias",
     "attn_mask": "mask (bool, True = attend) or bias (float, added to the scores)",
     "block_mask": "mask (a sartor.mods.Mask; sartor.integrations.flex takes flex_attention's)",
-    "dropout": "to leave it out, as there is no dropout",
-    "dropout_p": "to leave it out, as there is no dropout",
+    "dropout": "dropout_p",
     "enable_gqa": "to leave it out, as k and v may have fewer heads",
     "is_causal": "causal ('top_left' for PyTorch's, where q and k differ in length)",
+    "generator": "dropout_seed (numbers drawn from it)",
     "logits_soft_cap": "softcap",
     "mask_mod": "mask (a sartor.mods.Mask)",
     "return_attn_probs": "return_lse",
@@ -135,6 +135,17 @@ def of_heads(name: str, t: Any, shapes: tuple[tuple[int, ...], ...], device: tor
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(t.shape)}")
     if t.device != device:
         raise ValueError(f"{name} must be on the device of q, {device}, got {t.device}")
+
+
+def seed(t: Any, device: torch.device) -> None:
+    """The numbers that a dropout mask is made of, on the device of q."""
+    dense("dropout_seed", t)
+    if t.dtype != torch.int64 or t.numel() not in (1, 3):
+        raise ValueError(
+            f"dropout_seed must be an int, or 1 or 3 numbers of dtype int64, got {tuple(t.shape)} of dtype {t.dtype}"
+        )
+    if t.device != device:
+        raise ValueError(f"dropout_seed must be on the device of q, {device}, got {t.device}")
 
 
 def slopes(t: Any, heads: int, items: int, device: torch.device) -> None:

@@ -30,6 +30,8 @@ UNALIGNED = "unaligned rows"  # of q, k or v: they do not start on 16 bytes
 UNALIGNED_TABLES = "unaligned tables"
 DETERMINISTIC = "deterministic"
 SHARED_LSE = "lse of more keys"  # of a backward whose lse and out are of more keys than it is given
+DROPOUT = "dropout"
+DROPOUT_PART = "dropout of a part"  # whose first batch item and head are others of a larger problem
 
 MASKS = frozenset({INTERVAL, PAIRS, TABLES, UNALIGNED_TABLES, INDEXED})
 
@@ -55,6 +57,8 @@ RULES: dict[str, Callable[[Problem], str]] = {  # by field: the feature that its
     "table_shapes": lambda p: TABLE_GRADIENT if p.table_shapes else "",
     "deterministic": lambda p: DETERMINISTIC if p.deterministic else "",
     "shared_lse": lambda p: SHARED_LSE if p.shared_lse else "",
+    "dropout_p": lambda p: DROPOUT if p.dropout_p else "",
+    "dropout_part": lambda p: DROPOUT_PART if p.dropout_part else "",
     "rows_on_16_bytes": lambda p: "" if p.rows_on_16_bytes else UNALIGNED,
     "aux_on_16_bytes": lambda p: "" if p.aux_on_16_bytes else UNALIGNED_TABLES,
     "program.keep": _mask,
@@ -81,6 +85,8 @@ WORDS: dict[str, str] = {  # what a kernel without the feature says; fields of `
     UNALIGNED: "needs rows of q, k and v that start on 16 bytes, got strides or addresses that do not",
     UNALIGNED_TABLES: "needs rows of what masks and scores read that start on 16 bytes, got others",
     SHARED_LSE: "needs lse of the keys that it is given, got lse of more keys",
+    DROPOUT: "has no dropout, got dropout_p={p.dropout_p}",
+    DROPOUT_PART: "needs dropout of a whole problem, got a dropout_seed of three numbers",
     DETERMINISTIC: "has no order of its sums, got deterministic=True",
 }
 

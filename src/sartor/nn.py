@@ -41,6 +41,7 @@ class Attention(torch.nn.Module):
         heads, heads_kv: of queries, and of keys and values (heads by default).
         window: (left, right) of keys around a query, both included; (None, 0) is causal, None sees all.
         rotary_base: of the rotary positions (Su et al. 2021, section 3.4); 0 for none.
+        dropout: the probability with which a weight of attention is dropped in training.
         sinks: whether each head has a learnt logit more in the softmax' denominator (Xiao et al. 2023; gpt-oss).
 
     Raises:
@@ -49,7 +50,7 @@ class Attention(torch.nn.Module):
 
     def __init__(
         self, dim: int, heads: int, heads_kv: int | None = None, *, window: Window = (None, 0),
-        rotary_base: float = 10000.0, sinks: bool = False,
+        rotary_base: float = 10000.0, sinks: bool = False, dropout: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.heads_kv = heads, heads_kv or heads
@@ -58,6 +59,7 @@ class Attention(torch.nn.Module):
         self.head_dim, self.window, self.rotary_base = dim // heads, window, rotary_base
         self.qkv = torch.nn.Linear(dim, (heads + 2 * self.heads_kv) * self.head_dim, bias=False)
         self.out = torch.nn.Linear(dim, dim, bias=False)
+        self.dropout = dropout
         self.sinks = torch.nn.Parameter(self.out.weight.new_zeros(heads)) if sinks else None
 
     def forward(
@@ -83,7 +85,9 @@ class Attention(torch.nn.Module):
             cache.append(k, v)
             k, v = cache.k, cache.v
             mask = cached(cache.lengths, x.shape[1], k.shape[1], window=self.window)
-        out = attention(q, k, v, window=window, mask=mask, sinks=self.sinks)
+        out = attention(
+            q, k, v, window=window, mask=mask, sinks=self.sinks, dropout_p=self.dropout if self.training else 0.0
+        )
         assert isinstance(out, Tensor)
         found: Tensor = self.out(out.flatten(2))
         return found

@@ -68,7 +68,9 @@ class Prepared:
         sinks = call.sinks
         if sinks is not None:  # as lse is: kernels read them by their address
             sinks = sinks.to(wide(q.dtype)).contiguous()
-        return Operands(q, k, v, sinks, aux_values(call, self.template), layout, lse)
+        seed = call.dropout_seed
+        seed = seed if seed is None else seed.contiguous()
+        return Operands(q, k, v, sinks, aux_values(call, self.template), layout, lse, seed)
 
     def backward_plan(self, shared_lse: bool = False) -> Plan:
         """Chosen at the first backward; PyTorch may have been told to be deterministic since the forward."""
@@ -188,7 +190,7 @@ class _Attention(torch.autograd.Function):
         out = unviewed(out)
         ctx.set_materialize_grads(False)
         ctx.prepared = prepared
-        saved = [x.q, x.k, x.v, x.sinks, out, lse, *[a for a in x.aux if isinstance(a, Tensor)]]
+        saved = [x.q, x.k, x.v, x.sinks, x.seed, out, lse, *[a for a in x.aux if isinstance(a, Tensor)]]
         if prepared.like is None:
             prepared.layouts, prepared.like = tuple(map(_layout, saved)), Like.of(call, tables)
         ctx.save_for_backward(*saved)
@@ -197,13 +199,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         prepared = ctx.prepared
-        q, k, v, sinks, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, prepared.layouts)
+        q, k, v, sinks, seed, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, prepared.layouts)
         aux = prepared.template
         if tensors:
             left = iter(tensors)
             aux = tuple([next(left) if a is None else a for a in aux])
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        x = Operands(q, k, v, sinks, aux)
+        x = Operands(q, k, v, sinks, aux, seed=seed)
         if not torch.is_grad_enabled():
             g = _run(prepared.backward_plan(), x, saved)
         else:  # create_graph=True: say so if the graph is used, instead of a gradient of zero
@@ -243,7 +245,7 @@ ARGUMENTS = {  # of the operators, in their order
     "q": "Tensor", "k": "Tensor", "v": "Tensor", "bias": "Tensor?", "mask": "Tensor?", "alibi_slopes": "Tensor?",
     "sinks": "Tensor?", "mod_tensors": "Tensor[]", "mask_handle": "str", "score_handle": "str", "causal": "str",
     "window": "int[]?", "softmax_scale": "float?", "softcap": "float", "deterministic": "bool",
-    "out_dtype": "ScalarType?", "kernel": "str", "precision": "str",
+    "out_dtype": "ScalarType?", "kernel": "str", "precision": "str", "dropout_p": "float", "dropout_seed": "Tensor?",
 }  # fmt: skip
 SCHEMA = ", ".join(f"{kind} {name}" for name, kind in ARGUMENTS.items())
 SINGLE = [name for name, kind in ARGUMENTS.items() if kind.startswith("Tensor") and kind != "Tensor[]"]  # one tensor

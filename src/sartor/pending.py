@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 
-PARTS: dict[str, str] = {}  # by name, in words
+PARTS: dict[str, str] = {  # by name, in words
+    "hopper_forward dropout": "dropout in hopper_forward",
+    "hopper_backward dropout": "dropout in hopper_backward",
+}
 
 
 def refused(*names: str) -> list[str]:

@@ -17,6 +17,7 @@ from sartor.checks import (
     known_layout,
     of_heads,
     real,
+    seed,
     sides,
     slopes,
     slopes_without_gradient,
@@ -58,6 +59,8 @@ class Call:
     layout: str = "bshd"  # of q, k and v: one of LAYOUTS
     bias_gradient: bool | None = None  # whether the bias' is wanted; None: where bias requires one
     table_gradients: tuple[int, ...] | None = None  # of the score's tensors, by number; None: of those that require one
+    dropout_p: float = 0.0
+    dropout_seed: torch.Tensor | None = None  # int64 of 1 number or 3; see kernels/dropout.py
 
     def __post_init__(self) -> None:
         """On every call, since keys do not tell them apart: True and 1, 1 and 1.0, a tensor and what it holds."""
@@ -70,6 +73,8 @@ class Call:
             self.softmax_scale = real("softmax_scale", self.softmax_scale)
         if type(self.softcap) is not float:
             self.softcap = real("softcap", self.softcap)
+        if type(self.dropout_p) is not float:
+            self.dropout_p = real("dropout_p", self.dropout_p)
         if self.deterministic is not False:
             boolean("deterministic", self.deterministic)
         if self.bias_gradient is None:
@@ -92,7 +97,7 @@ class Call:
             None if plain else tuple(extra_key(x) for x in (bias, mask, score, slopes, sinks)),
             self.causal, self.window, self.softmax_scale, self.softcap, self.bits_repeat,
             self.out_dtype, self.kernel, self.precision, self.layout, self.bias_gradient,
-            self.table_gradients,
+            self.table_gradients, self.dropout_p, None if self.dropout_seed is None else extra_key(self.dropout_seed),
         )  # fmt: skip
 
     def bshd(self) -> Call:
@@ -162,6 +167,8 @@ class Problem:
     rows_on_16_bytes: bool = True  # every row of q, k and v starts on a multiple of 16 bytes
     aux_on_16_bytes: bool = True  # and every row of keys of what masks and scores read
     shared_lse: bool = False  # of a backward: lse and out are of more keys than it is given, as in a ring
+    dropout_p: float = 0.0
+    dropout_part: bool = False  # the seed says which batch item and head of a larger problem are the first ones here
 
     @classmethod
     def of(cls, call: Call) -> Problem:
@@ -197,6 +204,8 @@ class Problem:
             and (call.q.is_contiguous() or call.q.transpose(1, 2).is_contiguous()),
             all(rows_on_16_bytes(t) for t in dense.values()),
             all(rows_on_16_bytes(t) for t in placed if t.shape[3] == skv > 1),
+            dropout_p=call.dropout_p,
+            dropout_part=bool(call.dropout_p) and call.dropout_seed is not None and call.dropout_seed.numel() > 1,
         )  # fmt: skip
         return problem, template
 
@@ -217,6 +226,7 @@ class Problem:
             self.mask_name,
             self.score_name,
             "sinks" if self.sinks else "",
+            f"dropout {self.dropout_p:g}" if self.dropout_p else "",
             self.precision * (self.dtype == torch.float32),
         ]
         return (
@@ -408,6 +418,8 @@ def _check_options(call: Call) -> None:
         raise ValueError(
             f"softcap must be 0 (off) or at least {LEAST:.3g}, as kernels compute in float32, got {call.softcap}"
         )
+    if not 0 <= call.dropout_p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {call.dropout_p}")
     allowed = tuple(dict.fromkeys((None, call.q.dtype, wide(call.q.dtype))))
     if call.out_dtype not in allowed:
         raise TypeError(f"out_dtype must be {' or '.join(map(str, allowed))}, got {call.out_dtype}")
@@ -445,6 +457,8 @@ def _check_extras(call: Call, full: tuple[int, int, int, int]) -> None:
         slopes(call.alibi_slopes, hq, b, q.device)
     if call.sinks is not None:
         of_heads("sinks", call.sinks, ((hq,),), q.device)
+    if call.dropout_seed is not None:
+        seed(call.dropout_seed, q.device)
 
 
 def _check_extra(name: str, t: torch.Tensor, q: torch.Tensor, full: tuple[int, int, int, int] | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sartor.api import attention
-from sartor.kernels.reference import scores, weights
+from sartor.kernels.reference import after_dropout, scores, weights
 from sartor.kernels.spec import Operands
 from sartor.mods.core import Mask, Score, index_tensors
 from sartor.mods.expr import evaluate
@@ -129,6 +129,9 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Iterato
 
 
 def _cut(name: str, option: Any, batch: slice, heads: slice) -> Any:
+    if name == "dropout_seed":
+        first = [option.new_tensor([part.start]) for part in (batch, heads)]
+        return torch.cat([option.reshape(1), *first])
     if isinstance(option, Mask):
         aux = _cut_aux(option, batch, heads)
         return Mask(
@@ -220,8 +223,8 @@ def low_precision(
     if call.sinks is not None:
         s = torch.cat([s, call.sinks.to(s.dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
     dead = (s == -torch.inf).all(-1, keepdim=True)
-    probabilities = torch.softmax(s.masked_fill(dead, 0), -1).masked_fill(dead, 0).to(v.dtype)
-    out = probabilities[..., : v.shape[2]] @ v
+    probabilities = torch.softmax(s.masked_fill(dead, 0), -1).masked_fill(dead, 0).to(v.dtype)[..., : v.shape[2]]
+    out = after_dropout(p, Operands(q, k, v, seed=call.dropout_seed), probabilities) @ v
     lse = torch.logsumexp(s if s.dtype == torch.float64 else s.float(), -1) if s.shape[-1] else s.sum(-1) - torch.inf
     return _bshd(layout, out.transpose(1, 2))[0], lse
 
@@ -313,23 +316,24 @@ def _add_magnitudes(found: dict[str, Tensor], piece: Piece, dout: Tensor | None,
     q, k, v = (t.double().nan_to_num(0, 0, 0) for t in piece[3:6])
     call = Call(q, k, v, **piece.options, bias_gradient=True)
     p = Problem.of(call)
-    x = Operands(q, k, v, call.sinks, aux_values(call))  # type: ignore[arg-type]
+    x = Operands(q, k, v, call.sinks, aux_values(call), seed=call.dropout_seed)  # type: ignore[arg-type]
     q, k, v = q.transpose(1, 2), *(t.transpose(1, 2).repeat_interleave(p.group, 1) for t in (k, v))
     s, keep, slope = scores(p, x, q, k)
     probabilities, lse = weights(x, s, keep)
-    out = probabilities @ v.abs()  # (b, h, sq, dv)
+    used = after_dropout(p, x, probabilities)
+    out = used @ v.abs()  # (b, h, sq, dv)
     queries = piece.batch, slice(None), piece.heads
     found["out"][queries] = out.transpose(1, 2)
     found["lse"][piece.batch, piece.heads] = 1 + lse.nan_to_num(0, 0, 0).abs()
     if dout is not None:
         do = dout.transpose(1, 2).double().nan_to_num(0, 0, 0).abs()
         delta = (do * out).sum(-1, keepdim=True) + (0 if dlse is None else dlse.double().abs()[..., None])
-        ds = probabilities * (do @ v.abs().transpose(-1, -2) + delta)
+        ds = probabilities * (after_dropout(p, x, do @ v.abs().transpose(-1, -2)) + delta)
         steep = 1 + abs(slope) if isinstance(slope, Tensor) else 1  # 1 - tanh^2 cancels: its terms are of size 1
         raw = torch.where(keep, ds * steep, 0) * abs(p.softmax_scale)
         found["dq"][queries] = (raw @ k.abs()).transpose(1, 2)
         keys = piece.batch, slice(None), piece.heads_kv
-        for name, t in (("dk", raw.transpose(-1, -2) @ q.abs()), ("dv", probabilities.transpose(-1, -2) @ do)):
+        for name, t in (("dk", raw.transpose(-1, -2) @ q.abs()), ("dv", used.transpose(-1, -2) @ do)):
             found[name][keys] = t.reshape(p.batch, p.heads_kv, p.group, *t.shape[2:]).sum(2).transpose(1, 2)
         if p.bias_shape is not None:
             _place(found, "bias", ds.sum_to_size(p.bias_shape), piece)

@@ -231,3 +231,22 @@ def test_a_dtype_cuda_has_no_name_for_is_refused():
     table = meta(1, 1, 1, 1000, dtype=torch.uint16)
     p = problem(mask=mods.Mask(lambda b, h, q, kv, aux: aux[0] < 3, (table,)))
     assert any("torch.uint16" in why for why in plan.against(SPEC.name, p, DEVICE))
+
+
+DROPPED = {
+    "full": {}, "band": {"causal": True}, "documents": {"mask": mods.document(meta(2, 1000, dtype=torch.int64))},
+    "alibi": {"alibi_slopes": meta(40), "causal": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sample(DROPPED, ("full", "band").__contains__))
+@pytest.mark.parametrize("dim", sample([40, 64, 96, 128, 160], lambda dim: dim in (64, 128)))
+def test_dropout(dim, name, monkeypatch):
+    """The first tile that leaves registers for the bits; and none beyond the head dims that have one."""
+    monkeypatch.setenv("SARTOR_PENDING", "1")
+    given = {"dropout_p": 0.1, "dropout_seed": meta(1, dtype=torch.int64)}
+    p = problem(dim, heads=(40, 40), lengths=(1000, 1000), **given, **DROPPED[name])
+    plan = choose(replace(p, device="cuda"), DEVICE)
+    assert plan.kernel is SPEC
+    check(p, plan.tile)
+    assert choose(replace(p, dim=192, dim_v=192, device="cuda"), DEVICE).kernel.name == "triton_forward"

@@ -206,7 +206,8 @@ def test_explain_takes_what_attention_takes():
     ("given", "meant"),
     [
         ("is_causal", "causal"), ("scale", "softmax_scale"), ("attn_mask", r"mask \(bool, .* or bias \(float"),
-        ("dropout_p", "to leave it out"), ("sliding_window", "window"), ("score_mod", "score"), ("casual", "causal"),
+        ("dropout", "dropout_p"), ("generator", "dropout_seed"), ("sliding_window", "window"), ("score_mod", "score"),
+        ("casual", "causal"),
     ],
 )  # fmt: skip
 def test_keywords_of_other_libraries_are_told_their_name_here(call, given, meant):
@@ -477,6 +478,7 @@ FEATURES = {
     "bool": {"mask": torch.rand(9, 13) > 0.3},
     "mods": {"mask": mods.prefix(torch.tensor([5, 9])) & mods.causal()},
     "out_dtype": {"out_dtype": torch.float32},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor([2**40 + 3])},
 }
 
 
@@ -676,6 +678,7 @@ def test_calls_that_lie_otherwise_in_memory_are_planned_apart():
     for name, value in {
         "precision": "tf32", "kernel": "blocked", "layout": "bhsd", "out_dtype": torch.float32, "softcap": 1.0,
         "softmax_scale": 1.0, "deterministic": True, "bias_gradient": True, "causal": True, "window": (1, 1),
+        "dropout_p": 0.1, "dropout_seed": torch.tensor([1]),
     }.items():  # fmt: skip
         assert Call(**given | {name: value}).key() != key, name
     torch.use_deterministic_algorithms(True)

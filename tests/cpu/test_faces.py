@@ -404,8 +404,8 @@ def test_every_argument_of_a_face_arrives(name, monkeypatch):
     first = {"flash_attn_func": (q, k, v), "flash_attn_qkvpacked_func": (torch.stack([q, k, v], 2),),
              "flash_attn_kvpacked_func": (q, torch.stack([k, v], 2))}[name]  # fmt: skip
     slopes = torch.ones(2)
-    getattr(flash_attn, name)(*first, 0.0, 0.5, True, (3, 1), 2.0, slopes, True, True)
+    getattr(flash_attn, name)(*first, 0.25, 0.5, True, (3, 1), 2.0, slopes, True, True)
     assert [found.pop(n).mean().item() for n in "qkv"] == [0, 1, 2]
     assert found.pop("alibi_slopes") is slopes
     assert found == {"softmax_scale": 0.5, "causal": True, "window": (3, 1), "softcap": 2.0, "deterministic": True,
-                     "return_lse": True}  # fmt: skip
+                     "return_lse": True, "dropout_p": 0.25}  # fmt: skip

@@ -35,6 +35,7 @@ ASKS = {  # by feature, a problem that asks for it beside its dtype, and for not
     features.PAIRS: {"mask": mods.Mask(lambda b, h, q, kv, aux: (q + kv) % 3 > 0)},
     features.SCORE: {"softcap": 20.0},
     features.DETERMINISTIC: {"deterministic": True},
+    features.DROPOUT: {"dropout_p": 0.1},
 }
 
 
@@ -78,6 +79,9 @@ def test_a_problem_asks_for_what_its_tensors_have():
     table = meta(191, requires_grad=True)
     relative = mods.Score(lambda s, b, h, q, kv: s + table[q - kv + 95])
     assert features.of(problem(score=relative)) == {"bfloat16", "score function", "indexed tables", "table gradient"}
+    part = torch.empty(3, dtype=torch.int64, device="meta")
+    asked = {"bfloat16", "dropout", "dropout of a part"}
+    assert features.of(problem(dropout_p=0.1, dropout_seed=part)) == asked
     q = meta(2, 96, 4, 68, dtype=torch.bfloat16)[..., :66]
     assert features.UNALIGNED in features.of(Problem.of(Call(q, q, q)))
 

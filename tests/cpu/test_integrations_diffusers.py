@@ -128,7 +128,7 @@ def test_the_active_backend():
 
 def test_refusals():
     q = normal(1, 2, 2, 8)
-    with pytest.raises(NotImplementedError, match="dropout_p"):
-        ours.attention_backend(q, q, q, dropout_p=0.1)
+    with pytest.raises(ValueError, match="dropout_p must be at least 0 and below 1, got 2"):
+        ours.attention_backend(q, q, q, dropout_p=2)
     with pytest.raises(NotImplementedError, match="_parallel_config"):
         ours.attention_backend(q, q, q, _parallel_config=object())

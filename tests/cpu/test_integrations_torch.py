@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+import sartor
 from sartor.integrations import torch as ours
 
 
@@ -104,20 +105,32 @@ def test_modules(calls):
 def test_what_is_not_there_is_pytorchs_and_said_once(calls):
     q, k, v = qkv(1, 2, 5, 8)
     wide = qkv(1, 1, 2, 520)
-    torch.manual_seed(0)
     with ours.activate():
-        with pytest.warns(UserWarning, match=r"dropout_p must be 0, got 0\.5"):
-            found = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        with pytest.warns(UserWarning, match="head dims must be at most 512, got 520"):
+            found = F.scaled_dot_product_attention(*wide)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
+            F.scaled_dot_product_attention(*qkv(1, 1, 2, 530))
         with pytest.warns(UserWarning, match="functorch"):
             torch.func.vmap(F.scaled_dot_product_attention)(q[None], k[None], v[None])
-        with pytest.warns(UserWarning, match="head dim"):
-            F.scaled_dot_product_attention(*wide)
-    torch.manual_seed(0)
-    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(*wide))
     assert not calls
+
+
+def test_dropout(calls):
+    """In a function and in a layer: a mask of the generator's, and none in evaluation."""
+    q, k, v = qkv(1, 2, 50, 8)
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.5, batch_first=True)
+    torch.manual_seed(0)
+    want = sartor.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(0)
+    with ours.activate():
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), want)
+        x = torch.randn(2, 5, 16, requires_grad=True)
+        layer(x).sum().backward()
+        assert len(calls) == 2
+        assert torch.equal(layer.eval()(x), layer(x))
+    assert not torch.equal(want, sartor.scaled_dot_product_attention(q, k, v))
 
 
 def test_errors_say_what_was_expected():
@@ -131,8 +144,9 @@ def test_pytorchs_causal_bias(calls):
     _, k, v = qkv(1, 2, 5, 8)
     bias = causal_lower_right(3, 5)
     assert_same(lambda: F.scaled_dot_product_attention(q, k, v, bias), [q, k, v])
-    with ours.activate(), pytest.warns(UserWarning, match="dropout"):
-        found = F.scaled_dot_product_attention(q, k, v, bias, dropout_p=1e-30)
+    q, (_, k, v) = qkv(1, 2, 3, 520)[0], qkv(1, 2, 5, 520)
+    with ours.activate(), pytest.warns(UserWarning, match="head dim"):
+        found = F.scaled_dot_product_attention(q, k, v, bias)
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, torch.tril(torch.ones(3, 5), 2).bool()))
 
 
@@ -247,9 +261,9 @@ def test_compiled_with_dropout(fresh):
     q, k, v = qkv(1, 2, 5, 8, requires_grad=False)
     with ours.activate():
         compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="eager")
-        with pytest.warns(UserWarning, match="dropout_p"):
-            found = compiled(q, k, v, dropout_p=0.5)
-    assert found.shape == q.shape
+        first, second = (compiled(q, k, v, dropout_p=0.5) for _ in range(2))
+    assert first.shape == q.shape
+    assert not torch.equal(first, second)
 
 
 def test_compiled_jagged(fresh):

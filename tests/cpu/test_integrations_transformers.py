@@ -432,14 +432,20 @@ def test_blocks_of_an_image_see_both_ways():
 # ---- refusals and features
 
 
-def test_dropout_is_refused_by_the_name_of_its_option():
+def test_dropout():
+    """In training, by the config's probability; none otherwise."""
     config = transformers.LlamaConfig(**TEXT, attention_dropout=0.1)
     model = build(transformers.LlamaForCausalLM, config)
     model.set_attn_implementation("sartor")
     ids, _ = tokens()
-    model(input_ids=ids)  # without training, there is none
-    with pytest.raises(NotImplementedError, match=r"dropout must be 0, got 0\.1.*attention_dropout"):
-        model.train()(input_ids=ids)
+    same, again = (model(input_ids=ids).logits for _ in range(2))
+    assert torch.equal(same, again)
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        drawn.append(model.train()(input_ids=ids).logits)
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])

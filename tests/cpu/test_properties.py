@@ -45,6 +45,9 @@ def problems(draw):
         options["bias"] = torch.randn(sizes, generator=generator).to(dtype)
     if draw(st.booleans()):
         options["sinks"] = torch.randn(heads, generator=generator)
+    if draw(st.booleans()):
+        options["dropout_p"] = draw(st.sampled_from([1e-9, 0.1, 0.5, 0.999]))
+        options["dropout_seed"] = torch.tensor([seed])
     return q, k, v, options
 
 

@@ -244,12 +244,6 @@ def test_K09():
     assert done.returncode == 0, done.stderr
 
 
-def test_C_dropout_is_not_there():
-    for call in (lambda: flash(dropout_p=0.1), lambda: sdpa(dropout_p=0.1)):
-        with pytest.raises(NotImplementedError, match=r"dropout_p.*0\.1"):
-            call()
-
-
 def test_A12():
     verify_all(*inputs(dtype=torch.float64), causal=True, through_lse=True)
     verify_all(*inputs(dtype=torch.float64, sq=13), causal=True)

@@ -499,3 +499,57 @@ def case_source_has_no_numbers():
     text = source(window=(12345, 77), softcap=98.5, mask=mods.prefix(4321))
     assert all(number not in text for number in ("12345", "77", "98.5", "4321"))
     assert text == source(window=(3, 5), softcap=2.5, mask=mods.prefix(6))
+
+
+# ---- dropout
+
+SEED = torch.tensor([0x0123456789ABCDEF])
+DROPOUT = {"dropout_p": 0.3, "dropout_seed": SEED}
+
+
+def case_a_dropout_mask_is_the_references_bit_for_bit():
+    """Forward, by values that tell keys apart; backward, by gradients of the values that tell queries apart."""
+    q, k, _ = inputs(b=2, hkv=2, sq=70, skv=90)
+    v = torch.eye(90).view(1, 90, 1, 90).expand(2, 90, 2, 90)
+    for options in ({}, {"causal": True}):
+        out, want = (sartor.attention(q, k, v, kernel=kernel, **DROPOUT, **options) for kernel in (KERNEL, "reference"))
+        assert torch.equal(out != 0, want != 0)
+        v_ = torch.randn(2, 90, 2, 70, requires_grad=True)
+        dout = torch.eye(70).view(1, 70, 1, 70).expand(2, 70, 2, 70)
+        (dv,) = torch.autograd.grad(sartor.attention(q, k, v_, kernel=KERNEL, **DROPOUT, **options), v_, dout)
+        assert torch.equal(dv != 0, (want != 0).transpose(1, 3))
+
+
+DROPPED = ("full", "causal", "window", "mask", "softcap", "all")
+
+
+@pytest.mark.parametrize("name", sample(DROPPED, ("full", "causal", "all").__contains__))
+def case_dropout_with_features(name):
+    verify(*inputs(b=2), through_lse=True, **DROPOUT, **FEATURES[name]())
+
+
+def case_dropout_with_what_else_there_is():
+    verify(*inputs(b=2, hq=6, hkv=2, sq=35, skv=41, d=40, dv=17), **DROPOUT)
+    bias = normal(1, 1, 1, 41).where(normal(41) > 0, -1e9)  # as a mask: rows' sums beside lse
+    verify(*inputs(b=2, sq=35, skv=41), bias=bias, **DROPOUT)
+    q, k, v = inputs(b=2, sq=40, skv=50, requires_grad=True)
+    leaves = q, k, v, normal(2, 90).requires_grad_()
+    score = mods.Score(lambda s, b, h, q, kv: s + leaves[3][h, q - kv + 49] ** 2)
+    out, want = (sartor.attention(q, k, v, kernel=kernel, score=score, **DROPOUT) for kernel in (KERNEL, "reference"))
+    found, exact = (torch.autograd.grad(x, leaves, testing.make_like(want)) for x in (out, want))
+    for d, e in zip(found, exact, strict=True):
+        assert torch.allclose(d, e, rtol=1e-4, atol=1e-5 * e.abs().max().item())
+
+
+def case_dropout_of_16_bits():
+    verify(*inputs(b=2, hq=6, hkv=2, sq=35, skv=41, d=40, dv=17, dtype=FP16), causal=True, **DROPOUT)
+
+
+@first_tile
+def case_dropout_as_planned():
+    verify(*inputs(hq=1, sq=130, skv=130), causal=True, **DROPOUT)
+
+
+def case_dropout_of_a_part_is_refused():
+    with pytest.raises(sartor.Unsupported, match="needs dropout of a whole problem, got a dropout_seed of"):
+        sartor.attention(*inputs(), kernel=KERNEL, dropout_p=0.1, dropout_seed=torch.tensor([1, 0, 1]))

@@ -1,4 +1,4 @@
-"""What the faces share: dropout, which none of our kernels has, and errors in the face's own words."""
+"""What the faces share: errors in the face's own words, and dropout where there is none."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def named(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]
 
 
 def no_dropout(dropout_p: Any) -> None:
-    """Accept 0; say that a valid probability is not supported, and that an invalid one is none."""
+    """Of a sequence on several ranks: accept 0; say that a probability is not supported, and what is none."""
     if not 0 <= real("dropout_p", dropout_p) < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     if dropout_p:
-        raise NotImplementedError(f"dropout_p must be 0, got {dropout_p}: no kernel here has dropout yet")
+        raise NotImplementedError(
+            f"dropout_p must be 0, got {dropout_p}: a sequence on several ranks has no dropout yet"
+        )

@@ -9,7 +9,7 @@ import torch
 
 from sartor.api import attention
 from sartor.checks import boolean, dense, is_integer, slopes, slopes_without_gradient
-from sartor.compat.arguments import named, no_dropout
+from sartor.compat.arguments import named
 from sartor.lengths.append import append
 from sartor.lengths.intervals import Cache, cached_table
 from sartor.lengths.pages import check_table, gather, write_back
@@ -44,7 +44,7 @@ def flash_attn_func(
     Args:
         q: (batch, seqlen_q, heads_q, dim).
         k, v: (batch, seqlen_kv, heads_kv, dim); heads_q is a multiple of heads_kv.
-        dropout_p: 0; others raise NotImplementedError.
+        dropout_p: at least 0 and below 1, drawn from PyTorch's generator of the device; not the bits of flash-attn's.
         softmax_scale: 1 / sqrt(dim) by default.
         causal: bottom-right aligned: query i sees keys up to i + seqlen_kv - seqlen_q.
         window_size: (left, right), both included, aligned as `causal` is; -1 or None is unbounded.
@@ -57,10 +57,9 @@ def flash_attn_func(
     Returns:
         out (batch, seqlen_q, heads_q, dim).
     """
-    no_dropout(dropout_p)
     result = attention(
         q, k, v, causal=boolean("causal", causal), window=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=return_attn_probs,
+        alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=return_attn_probs, dropout_p=dropout_p,
     )  # fmt: skip
     return (*result, None) if isinstance(result, tuple) else result
 
@@ -81,7 +80,7 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: (batch, seqlen, 3, heads, dim): queries, keys, values, of as many heads.
-        dropout_p: 0; others raise NotImplementedError.
+        dropout_p: at least 0 and below 1, drawn from PyTorch's generator of the device; not the bits of flash-attn's.
         softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as for
             `flash_attn_func`.
 
@@ -114,7 +113,7 @@ def flash_attn_kvpacked_func(
     Args:
         q: (batch, seqlen_q, heads_q, dim).
         kv: (batch, seqlen_kv, 2, heads_kv, dim): keys, values; heads_q is a multiple of heads_kv.
-        dropout_p: 0; others raise NotImplementedError.
+        dropout_p: at least 0 and below 1, drawn from PyTorch's generator of the device; not the bits of flash-attn's.
         softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as for
             `flash_attn_func`.
 
@@ -169,7 +168,6 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: also for values of cu_seqlens that are wrong; `sartor.check` says when they are looked at.
     """
-    no_dropout(dropout_p)
     if block_table is not None:
         raise NotImplementedError("block_table must be None: pages of keys are not supported yet")
     _check_dims("tokens, heads, dim", q=q, k=k, v=v)
@@ -184,7 +182,7 @@ def flash_attn_varlen_func(
         score = packed_alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, lengths[0])
     result = attention(
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask=mask, score=score, softmax_scale=softmax_scale,
-        softcap=softcap, deterministic=deterministic, return_lse=return_attn_probs,
+        softcap=softcap, deterministic=deterministic, return_lse=return_attn_probs, dropout_p=dropout_p,
     )  # fmt: skip
     return (result[0].squeeze(0), result[1].squeeze(0), None) if isinstance(result, tuple) else result.squeeze(0)
 

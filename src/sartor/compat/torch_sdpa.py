@@ -8,7 +8,7 @@ import torch
 
 from sartor.api import Causal, attention
 from sartor.checks import boolean, dense
-from sartor.compat.arguments import named, no_dropout
+from sartor.compat.arguments import named
 
 Tensor = torch.Tensor
 NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "softmax_scale": "scale"}
@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
         value: (N, ..., H, S, Ev).
         attn_mask: broadcastable to (N, ..., H, L, S): bool, True = attend, or float, added to the scores; or one of
             torch.nn.attention.bias' causal_upper_left and causal_lower_right.
-        dropout_p: 0; others raise NotImplementedError.
+        dropout_p: at least 0 and below 1, drawn from PyTorch's generator of the device; not the bits of PyTorch's own.
         is_causal: query i sees keys up to i, whatever L and S: PyTorch's top-left alignment. Not with `attn_mask`.
         scale: 1 / sqrt(E) by default.
         enable_gqa: needed for key heads that are fewer than query heads.
@@ -42,7 +42,6 @@ def scaled_dot_product_attention(
     Returns:
         (N, ..., H, L, Ev). A row that attends to no key is 0.
     """
-    no_dropout(dropout_p)
     if boolean("is_causal", is_causal) and attn_mask is not None:
         raise ValueError("attn_mask must be None when is_causal is True, got both attn_mask and is_causal")
     boolean("enable_gqa", enable_gqa)
@@ -52,7 +51,7 @@ def scaled_dot_product_attention(
             raise ValueError(f"{name} must have at least 2 dims (..., seqlen, dim), got {t.dim()}: {tuple(t.shape)}")
     if enable_gqa and query.dim() == key.dim() == value.dim() == 3:  # its third dim from the end are heads, here too
         return scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask, is_causal=is_causal, scale=scale, enable_gqa=True
+            query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
         )[0]
     lead, q, k, v = _rank4(query, key, value, enable_gqa)
     causal: Causal = "top_left" if is_causal else False
@@ -61,7 +60,7 @@ def scaled_dot_product_attention(
         causal = "top_left" if variant.name == "UPPER_LEFT" else "bottom_right"
         attn_mask = None
     out = attention(
-        q, k, v, layout="bhsd", causal=causal, softmax_scale=scale,
+        q, k, v, layout="bhsd", causal=causal, softmax_scale=scale, dropout_p=dropout_p,
         **_extra(attn_mask, lead, (q.shape[2], k.shape[2])),
     )  # fmt: skip
     assert isinstance(out, Tensor)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from sartor.api import attention
-from sartor.compat.arguments import no_dropout
 
 Tensor = torch.Tensor
 NAME = "sartor"
@@ -61,12 +60,12 @@ def attention_backend(
         query, key, value: (batch, seqlen, heads, dim).
         attn_mask: bool, True = attend, or float, added to the scores: (batch, seqlen_kv), or what broadcasts to
             (batch, heads, seqlen_q, seqlen_kv).
-        dropout_p: 0; others raise NotImplementedError, as _parallel_config (context parallelism) does.
+        dropout_p: at least 0 and below 1.
         is_causal: query i sees keys up to i.
         enable_gqa: accepted; key heads may always be fewer.
         return_lse: return (out, lse), lse (batch, heads, seqlen_q).
+        _parallel_config: None; context parallelism raises NotImplementedError.
     """
-    no_dropout(dropout_p)
     if _parallel_config is not None:
         raise NotImplementedError("_parallel_config must be None: this backend has no context parallelism")
     extra: dict[str, Any] = {}
@@ -76,5 +75,5 @@ def attention_backend(
         extra = {"mask" if attn_mask.dtype == torch.bool else "bias": attn_mask}
     return attention(
         query, key, value, causal="top_left" if is_causal else False, softmax_scale=scale, return_lse=return_lse,
-        **extra,
+        dropout_p=dropout_p, **extra,
     )  # fmt: skip

@@ -94,12 +94,12 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """PyTorch's function, by Sartor where it can."""
-    reason = _why_not(query, key, value, dropout_p)
+    reason = _why_not(query, key, value)
     if not reason:
         try:
             if query.is_nested:
-                return _jagged(query, key, value, attn_mask, is_causal, scale)
-            return by_sartor(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+                return _jagged(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            return by_sartor(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         except NotImplementedError as error:
             reason = str(error)
     _say(reason)
@@ -109,10 +109,8 @@ def scaled_dot_product_attention(
     return found
 
 
-def _why_not(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str:
+def _why_not(query: Tensor, key: Tensor, value: Tensor) -> str:
     """What is known before; a call in which an error is raised and caught cannot be compiled as a whole."""
-    if dropout_p:
-        return f"dropout_p must be 0, got {dropout_p}: no kernel here has dropout yet"
     three = query, key, value
     if max(t.shape[-1] for t in three) > MAX_DIM:
         return f"head dims must be at most {MAX_DIM}, got {query.shape[-1]} and {value.shape[-1]}"
@@ -136,7 +134,9 @@ def _say(reason: str) -> bool:
     return True
 
 
-def _jagged(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, scale: float | None) -> Tensor:
+def _jagged(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
     """Nested tensors (batch, heads, sequences' lengths, dim), which lie in memory as packed sequences."""
     if attn_mask is not None:
         raise NotImplementedError("attn_mask must be None for nested tensors, got a tensor")
@@ -147,7 +147,7 @@ def _jagged(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, s
         raise NotImplementedError("nested tensors must have equal lengths when is_causal is True")
     q, k, v = (t.values() for t in flat)
     mask = packed(flat[0].offsets(), flat[1].offsets(), q.shape[0], k.shape[0], bool(is_causal))
-    out = attention(q[None], k[None], v[None], mask=mask, softmax_scale=scale)
+    out = attention(q[None], k[None], v[None], mask=mask, softmax_scale=scale, dropout_p=dropout_p)
     assert isinstance(out, Tensor)
     found = torch.nested.nested_tensor_from_jagged(
         out[0], flat[0].offsets(), min_seqlen=query._maybe_min_seqlen, max_seqlen=query._maybe_max_seqlen

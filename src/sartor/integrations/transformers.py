@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sartor.api import attention
+from sartor.compat.arguments import no_dropout
 from sartor.integrations.intervals import Band, Place, hull, mask, of_pairs
 from sartor.mods import packed
 
@@ -296,7 +297,7 @@ def attention_forward(
         module: whose `is_causal` counts where there is neither mask nor `is_causal`.
         query, key, value: (batch, heads, seqlen, dim); the key heads are not repeated.
         attention_mask: of `layer_mask`, or a bool or float tensor (batch, 1 or heads_q, seqlen_q, seqlen_kv).
-        dropout: 0; others raise NotImplementedError.
+        dropout: the probability of attention's; of a sequence on several ranks others than 0 raise NotImplementedError.
         s_aux: (heads_q,) sinks. position_bias: (1 or batch, heads_q, seqlen_q, seqlen_kv), added to the scores.
         sliding_window, cu_seq_lens_q, cu_seq_lens_k: as for flash attention; the window is read with the latter only,
             which otherwise is in the mask.
@@ -306,8 +307,6 @@ def attention_forward(
     Returns:
         (out (batch, seqlen_q, heads_q, dim_v), None): there are no attention weights.
     """
-    if dropout:
-        _refuse_dropout(module, dropout)
     if cache is not None:
         key, value, cu_seq_lens_k = _from_pages(module, key, value, cache, {"cu_seq_lens_k": cu_seq_lens_k, **kwargs})
     assert not isinstance(cu_seq_lens_k, dict)
@@ -329,6 +328,10 @@ def attention_forward(
     function: Any = attention
     if "layout_of_sequence" in arguments:
         from sartor.distributed import attention as function
+
+        no_dropout(dropout)
+    elif dropout:
+        arguments = arguments | {"dropout_p": dropout}
     out = function(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), softmax_scale=scaling,
         softcap=softcap or 0.0, sinks=s_aux, bias=position_bias, **arguments,
@@ -365,13 +368,3 @@ def _packed(q: Tensor, kv: Tensor, seqlen_q: int, seqlen_kv: int, causal: bool, 
     if key not in found:
         found[key] = packed(q, kv, seqlen_q, seqlen_kv, causal, window)
     return found[key]
-
-
-def _refuse_dropout(module: Any, dropout: float) -> None:
-    config = getattr(module, "config", None)
-    names = [n for n, x in vars(config).items() if "drop" in n and x == dropout] if config is not None else []
-    where = f" of the config ({' or '.join(names)})" if names else ""
-    raise NotImplementedError(
-        f"dropout must be 0, got {dropout}: Sartor has no attention dropout yet. Set the attention dropout{where} to 0,"
-        ' or train this model with attn_implementation="sdpa"'
-    )

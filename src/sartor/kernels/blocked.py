@@ -29,6 +29,8 @@ from sartor.features import (
     BIAS_GRADIENT,
     DETERMINISTIC,
     DIM_V,
+    DROPOUT,
+    DROPOUT_PART,
     F16,
     F32,
     F64,
@@ -42,6 +44,7 @@ from sartor.features import (
     UNALIGNED,
     WIDE_OUT,
 )  # fmt: skip
+from sartor.kernels import dropout
 from sartor.kernels.algebra import (
     add_to_table,
     attended,
@@ -58,7 +61,10 @@ from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, allocate
 from sartor.problem import Problem
 
 Tensor = torch.Tensor
-FEATURES = MASKS | {F16, BF16, F32, F64, TF32, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC, SHARED_LSE}
+FEATURES = MASKS | {
+    F16, BF16, F32, F64, TF32, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC, SHARED_LSE,
+    DROPOUT, DROPOUT_PART,
+}  # fmt: skip
 LOG2_E = math.log2(math.e)
 FEW = 2**18  # scores, beyond which a walk over tiles takes no longer than all at once
 TILE = Tile(256, 512)  # the fastest on two AVX2 cores for 2 to 32 heads; the same for any batch, so that bits are too
@@ -139,12 +145,19 @@ def scores(
     return s, keep, slope
 
 
+def after_dropout(part: Part, weights: Tensor, stay: Tensor | None) -> Tensor:
+    """Weights of a tile (n, g * rows, keys), or gradients of them, where they stay; all, and as they are, for None."""
+    if stay is None:
+        return weights
+    return dropout.applied(part.p.dropout_p, part.by_head(weights), stay).view(weights.shape)
+
+
 class State:
     """The softmax of some rows as far as it has been walked."""
 
-    def __init__(self, part: Part, q: Tensor) -> None:
+    def __init__(self, part: Part, q: Tensor, i: slice) -> None:
         n, rows, _ = q.shape
-        self.part = part
+        self.part, self.i = part, i
         self.fresh = part.sinks is None  # nothing is in it
         self.m = q.new_full((n, rows, 1), -torch.inf)
         self.l = q.new_zeros((n, rows, 1))
@@ -164,11 +177,13 @@ class State:
         if not self.part.clean:
             self._see(v, keep, s.shape)
             v = torch.where(v.isfinite(), v, 0)
+        total = p.sum(2, keepdim=True)
+        p = after_dropout(self.part, p, self.part.frame.dropout(self.i, j))
         if self.fresh:
-            self.l, self.acc = p.sum(2, keepdim=True), torch.bmm(p, v)
+            self.l, self.acc = total, torch.bmm(p, v)
         else:
             alpha = _exp(self.m.sub_(base))
-            self.l = self.l.mul_(alpha).add_(p.sum(2, keepdim=True))
+            self.l = self.l.mul_(alpha).add_(total)
             self.acc.mul_(alpha).baddbmm_(p, v)
         self.m, self.fresh = m, False
 
@@ -180,7 +195,7 @@ class State:
     @classmethod
     def of(cls, part: Part, q: Tensor, span: Span, block_n: int) -> State:
         """That of some rows after all their tiles."""
-        state = cls(part, q)
+        state = cls(part, q, span.i)
         for j, partial in span.tiles(block_n):
             s, keep, _ = scores(part, q, span.i, j, partial)
             state.add(s, keep, j)
@@ -219,8 +234,9 @@ def whole(part: Part, q: Tensor, span: Span, block_n: int) -> tuple[Tensor, Tens
     ((j, partial),) = tiles
     s, _, _ = scores(part, q, span.i, j, partial)
     p = s.softmax(2)
-    out = torch.bmm(p, part.v[:, j])
-    return (out, s.amax(2, keepdim=True) - p.amax(2, keepdim=True).log_()) if finite(out) else None
+    top = p.amax(2, keepdim=True)
+    out = torch.bmm(after_dropout(part, p, part.frame.dropout(span.i, j)), part.v[:, j])
+    return (out, s.amax(2, keepdim=True) - top.log_()) if finite(out) else None
 
 
 def _base(m: Tensor) -> Tensor:
@@ -358,8 +374,10 @@ class Sums:
             if total is not None:
                 p.div_(total)
             self._mask(p, keep)
-            self._into(self.dv[:, j], p.transpose(1, 2), dout, keep, True)
-            ds = torch.bmm(dout, part.v[:, j].transpose(1, 2)).sub_(delta).mul_(p)
+            stay = part.frame.dropout(span.i, j)
+            self._into(self.dv[:, j], after_dropout(part, p, stay).transpose(1, 2), dout, keep, True)
+            dp = after_dropout(part, torch.bmm(dout, part.v[:, j].transpose(1, 2)), stay)
+            ds = dp.sub_(delta).mul_(p)
             self._mask(ds, keep)
             if self.dbias is not None:
                 share = self._on_tile(self.dbias, span.i, j)

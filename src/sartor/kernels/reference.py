@@ -4,6 +4,8 @@
     out = softmax(s, sinks) v             a row with no key is 0
     lse = log(sum(exp(s)) + exp(sink))    natural log; -inf for a row with neither key nor sink
 
+With dropout, what multiplies v are the weights of the pairs that `dropout.kept` keeps, scaled; lse is as without.
+
 A key that a query does not attend to contributes nothing to it, not even when it is NaN or infinite; `attended`
 is where that is said. The backward is written out rather than left to autograd because 0 * NaN is NaN there.
 """
@@ -21,6 +23,8 @@ from sartor.features import (
     BIAS_GRADIENT,
     DETERMINISTIC,
     DIM_V,
+    DROPOUT,
+    DROPOUT_PART,
     F16,
     F32,
     F64,
@@ -33,13 +37,16 @@ from sartor.features import (
     UNALIGNED,
     WIDE_OUT,
 )  # fmt: skip
+from sartor.kernels import dropout
 from sartor.kernels.algebra import add_to_table, attended, new_tables, sink_gradient, working_dtype
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
 from sartor.mods.core import index_tensors
 from sartor.mods.expr import evaluate
 from sartor.problem import Problem
 
-FEATURES = MASKS | {F16, BF16, F32, F64, TF32, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC}
+FEATURES = MASKS | {
+    F16, BF16, F32, F64, TF32, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC, DROPOUT, DROPOUT_PART,
+}  # fmt: skip
 
 
 def heads_first(x: Operands, p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -86,6 +93,14 @@ def weights(x: Operands, s: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Ten
     return torch.where(keep, p, 0), (base + torch.log(total))[..., 0]
 
 
+def after_dropout(p: Problem, x: Operands, weights: torch.Tensor) -> torch.Tensor:
+    """Weights (b, h, sq, skv), or gradients of them, after dropout."""
+    if x.seed is None:
+        return weights
+    whole = (slice(0, n) for n in weights.shape)
+    return dropout.applied(p.dropout_p, weights, dropout.kept(p.dropout_p, x.seed, *whole))
+
+
 class Reference:
     """See the module."""
 
@@ -108,12 +123,13 @@ class Reference:
         q, k, v = heads_first(x, p)
         s, keep, _ = scores(p, x, q, k)
         probabilities, lse = weights(x, s, keep)
-        out = attended(probabilities, v, keep)
+        out = attended(after_dropout(p, x, probabilities), v, keep)
         return out.transpose(1, 2).to(p.out_dtype), lse.to(working_dtype(p))
 
 
 class ReferenceBackward:
-    """Gradients by the textbook: dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q, dV = P^T dO."""
+    """Gradients by the textbook: dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q, dV = P^T dO; dropout is of
+    the P in dV, and of dP."""
 
     name = "reference_backward"
     family = "reference"
@@ -134,16 +150,17 @@ class ReferenceBackward:
         s, keep, slope = scores(p, x, q, k)
         probabilities, _ = weights(x, s, keep)
         dout = saved.dout.transpose(1, 2).to(q.dtype)
-        out = attended(probabilities, v, keep)
+        used = after_dropout(p, x, probabilities)
+        out = attended(used, v, keep)
         delta = (dout * out).sum(-1)
         if saved.dlse is not None:
             delta = delta - saved.dlse.to(q.dtype)
-        dp = dout @ v.transpose(-1, -2)
+        dp = after_dropout(p, x, dout @ v.transpose(-1, -2))
         ds = torch.where(keep, probabilities * (dp - delta[..., None]), 0)
         draw = (ds if slope is None else torch.where(keep, ds * slope, 0)) * p.softmax_scale
         dq = attended(draw, k, keep)
         dk = attended(draw.transpose(-1, -2), q, keep.transpose(-1, -2))
-        dv = attended(probabilities.transpose(-1, -2), dout, keep.transpose(-1, -2))
+        dv = attended(used.transpose(-1, -2), dout, keep.transpose(-1, -2))
         dk, dv = (t.reshape(p.batch, p.heads_kv, p.group, *t.shape[2:]).sum(2) for t in (dk, dv))
         dq, dk, dv = (t.transpose(1, 2).to(p.dtype) for t in (dq, dk, dv))
         dbias = None if p.bias_shape is None else ds.sum_to_size(p.bias_shape)

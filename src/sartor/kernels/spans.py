@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sartor.kernels import dropout
 from sartor.kernels.spec import Operands, Plan
 from sartor.mods.core import BIG
 from sartor.mods.expr import Expr, evaluate
@@ -34,6 +35,7 @@ class Frame:
     dtype: torch.dtype  # that scores are computed in
     device: torch.device
     cache: dict[object, object]  # of the plan
+    seed: Tensor | None = None  # of dropout
 
     @property
     def batch(self) -> int:
@@ -83,6 +85,12 @@ class Frame:
         if term.numel() <= KEPT and not self.reads_data:
             self.cache[place] = term
         return term
+
+    def dropout(self, i: slice, j: slice) -> Tensor | None:
+        """Which weights of a tile stay: bool (batch, hq, rows, keys); None without dropout."""
+        if self.seed is None:
+            return None
+        return dropout.kept(self.p.dropout_p, self.seed, self.items, slice(0, self.p.heads_q), i, j)
 
     def _evaluate(self, e: Expr, i: slice, j: slice) -> Any:
         return evaluate(e, *self.read(i, j), self.dtype)
@@ -144,7 +152,7 @@ def frames(plan: Plan, x: Operands) -> Iterator[Frame]:
             a[items] if isinstance(a, Tensor) and not spec.dims and a.shape[0] > 1 else a
             for a, spec in zip(aux, p.program.aux, strict=True)
         )
-        yield Frame(p, items, own, dtype, x.q.device, plan.cache)
+        yield Frame(p, items, own, dtype, x.q.device, plan.cache, x.seed)
 
 
 def whole(plan: Plan, x: Operands) -> Frame:

@@ -20,7 +20,9 @@
 //   LAST_WAVE           the last wave of query tiles is split among more blocks: see `share`
 //   SPLIT           KV splits: a block sees some of the keys, and merge.cuh merges the results
 //   PING_PONG       one warpgroup multiplies while another one computes its softmax
+//   DROPOUT         defined where there is some
 #pragma once
+#include "cuda/dropout.cuh"
 #include "cuda/expressions.cuh"
 #include "cuda/near.cuh"
 #include "cuda/wgmma.cuh"
@@ -400,6 +402,9 @@ struct Worker {
     softmax.finish(factor, f.sink, f.inverse, lse);
     UNROLL for (int r = 0; r < 2; r++)
       if (t.lse && f.real[r] && (lane & 3) == 0) t.lse[f.lse_place[r]] = lse[r];
+#endif
+#if DROPOUT
+    UNROLL for (int r = 0; r < 2; r++) f.inverse[r] *= t.stay_scale;
 #endif
   }
 

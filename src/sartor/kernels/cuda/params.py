@@ -13,6 +13,7 @@ from sartor import driver
 
 RECORDS = {"TensorMap": (128, 64), "TwoMaps": (256, 64), "Inputs": (96, 8)}  # bytes and alignment, by C++ type
 NUMBERS = {"i64": "q", "int": "i", "float": "f"}  # codes of `struct`, by C++ type
+DROPOUT = {"seed": "const u64*", "steps": "int", "stay_scale": "float"}  # see dropout.cuh
 LENGTHS = dict.fromkeys(("heads_kv", "group", "seqlen_q", "seqlen_kv"), "int")
 
 

@@ -84,6 +84,7 @@ struct Rings {
 };
 
 #include "cuda/backward.cuh"
+#include "cuda/dropout.cuh"
 
 // ---- producer: one warp loads tiles by TMA, others bring lse and delta
 DEVICE void load(u32 base, Task task) {  // one warp; its first thread starts the loads
@@ -128,12 +129,18 @@ DEVICE void bring_rows(u32 base, Task task, const float* from, float past, u32 p
   constexpr int EACH = ceil_div(BLOCK, 32);
   const int lane = threadIdx.x & 31;
   Rings rings(base);
+#if DROPOUT
+  const float by = place == DELTA ? 1.f / task.t.stay_scale : 1.f;  // as gradients are, until they are stored
+#endif
   task.walk(Nothing{}, [&, rings](int g, int j) mutable {
     const float* of_head = from + task.row(g);
     float x[EACH];
     UNROLL for (int i = 0; i < EACH; i++) {
       const int at = BLOCK * j + lane + 32 * i;
       x[i] = at < task.stepped() ? of_head[at] : past;
+#if DROPOUT
+      x[i] *= by;
+#endif
     }
     rings.tiles.await_empty();
     const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + place + 4 * lane;
@@ -150,6 +157,9 @@ struct Consumer : Worker {
   float s[BLOCK / 2], dp[BLOCK / 2], dx[DIM / 2], dy[DIM / 2];
   u32 a[BLOCK / 4], b[BLOCK / 4];  // weights and score gradients as A operands
   float lse[2], delta[2];          // of held queries
+#if DROPOUT
+  Stay<BLOCK, KEYS> stay;
+#endif
 #if FUSED
   Ring<2> ds;         // of the tile before; `rings` has those of the next one to write
   float dq[PART / 128];   // this thread's of the tile before
@@ -229,10 +239,19 @@ struct Consumer : Worker {
       if (KEYS && DX) read_two(column, from + 32 * i);
       UNROLL for (int r = 0; r < 2; r++) {
         const int at = 4 * i + 2 * r;
+#if DROPOUT
+        const u32 mask = stay.mask(2 * i + r);
+        if (DX)
+          UNROLL for (int e = 0; e < 2; e++)
+            dp[at + e] = DIM > 64 ? stay.by_bit(dp[at + e], 2 * i + r, e) : stay.by_mask(dp[at + e], mask, e);  // what spills less
+#endif
         float low = s[at] * (dp[at] - (KEYS ? column[0] : delta[r]));
         float high = s[at + 1] * (dp[at + 1] - (KEYS ? column[1] : delta[r]));
         if (RISES) low *= Half::widen(u16(b[2 * i + r])), high *= Half::widen(u16(b[2 * i + r] >> 16));
         a[2 * i + r] = Half::pack(s[at], s[at + 1]), b[2 * i + r] = Half::pack(low, high);
+#if DROPOUT
+        a[2 * i + r] &= mask;
+#endif
       }
     }
   }
@@ -294,6 +313,10 @@ struct Consumer : Worker {
     wgmma_fence();
 #endif
     if (DX) multiply_rows(dp, held_at() + Held::bytes, y);
+#if DROPOUT
+    const int own = first() + (row & ~15);  // the first of the warp's rows
+    stay.draw(read_seed(task.t.seed), task.t.steps, task.batch, task.query_head(g), own, j * (BLOCK / 16), lane);
+#endif
 #if MASK == 2
     u32 kept[2];
     const bool pairs = partial && !whole(g);
@@ -355,8 +378,13 @@ struct Consumer : Worker {
     const Params& t = task.t;
     const int own = first() + row, end = task.held();
     bool lost = false;
-    if (DX) lost |= store_rows<Half, COLUMNS>(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale, own, end);
-    if (DY) lost |= store_rows<Half, COLUMNS>(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, 1.f, own, end);
+#if DROPOUT
+    const float by = t.stay_scale;
+#else
+    constexpr float by = 1.f;
+#endif
+    if (DX) lost |= store_rows<Half, COLUMNS>(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale * by, own, end);
+    if (DY) lost |= store_rows<Half, COLUMNS>(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, by, own, end);
     if (MASK) mark(lost, DX);  // dv alone comes after dk, whose marks stay
   }
 
@@ -375,6 +403,9 @@ struct Consumer : Worker {
     if (DX) UNROLL for (int i = 0; i < DIM / 2; i++) dx[i] = 0.f;
     if (DY) UNROLL for (int i = 0; i < DIM / 2; i++) dy[i] = 0.f;
     if (!KEYS) read_held(lse, delta);
+#if DROPOUT
+    if (!KEYS) delta[0] /= task.t.stay_scale, delta[1] /= task.t.stay_scale;
+#endif
 #if PERSISTENT
     rings.held.await_full();
     rings.ds.await_empty();

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sartor import direct, nvrtc
+from sartor import direct, nvrtc, pending
 from sartor.device import Device
 from sartor.direct import Direct
 from sartor.features import (
     BF16,
     DETERMINISTIC,
+    DROPOUT,
     F16,
     GQA,
     INDEXED,
@@ -34,9 +35,11 @@ from sartor.features import (
     UNALIGNED_TABLES,
     WIDE_OUT,
 )
+from sartor.kernels import dropout
 from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
+from sartor.kernels.cuda.params import DROPOUT as DROPOUT_NUMBERS
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper import arch
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 
 if launch.available():
     from sartor.kernels.triton import codegen
+    from sartor.kernels.triton import dropout as random
 
 PARAMS = Params(
     "hopper_backward",
@@ -80,11 +84,12 @@ ROUND = Params(
 # Where tables tell the intervals of held rows, the order of blocks and how many there are
 ORDERED = PARAMS.followed_by({"order": "int*", "blocks": "int"})
 SECTIONED = PARAMS.followed_by({"section": "int"})  # heads whose blocks begin together, the longest first
+DROPPED = {of: of.followed_by(DROPOUT_NUMBERS) for of in (PARAMS, ORDERED, SECTIONED)}  # the same with dropout
 ORDER = Params("order_blocks", order="int*", **LENGTHS, batch="int")
 MAPPED = ("held_x", "held_y", "x", "y")  # parameters
 DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
 BOTH = 128  # columns of which registers hold dk and dv
-CHANGE = 32  # registers that a change of scores takes
+CHANGE = BITS = 32  # registers that a change of scores takes, and that dropout does
 REPAIR_TILE = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
 
@@ -95,12 +100,13 @@ class HopperBackward(TritonBackward):
     family = "hopper"
     features = frozenset({
         F16, BF16, WIDE_OUT, GQA, SINKS, INTERVAL, PAIRS, SCORE, TABLES, INDEXED, UNALIGNED_TABLES, DETERMINISTIC,
-        SHARED_LSE,
+        SHARED_LSE, DROPOUT,
     })  # fmt: skip
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need."""
         why = launch.reasons(p, dev) + reasons(p, dev)
+        why += pending.refused("hopper_backward dropout") if p.dropout_p else []
         if p.program.score is not None and mask_class(p) == "tensor":
             why.append(f"needs scores that read no table of queries and keys, got {p.score_name}")
         elif p.program.buries:
@@ -221,7 +227,7 @@ class Config:
         wider = 2 if gradients == ("dv",) else 1  # there is no dp
         groups = 3 if count == 1 and change(p) < 2 and wider * (128 - dim // 2) >= 48 + 16 * wider else 2
         room = wider * ((128 if groups == 3 else 208) - count * dim // 2)
-        room = max(64, room - CHANGE * (change(p) > 0))
+        room = max(64, room - CHANGE * (change(p) > 0) - BITS * (p.dropout_p > 0))
         configs = (cls(p, gradients, groups, rows) for rows in (128, 112, 96, 80, 64) if rows <= room)
         return next((m for m in configs if m.stages > 1), cls(p, gradients, groups, 64, apart=True))
 
@@ -328,6 +334,7 @@ class Config:
             "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
             "MASK": mask(p), "SHARED_SPANS": int(self.shared_spans), "ORDERED": int(self.ordered),
             "PERSISTENT": int(self.persistent), "SECTIONED": int(self.sectioned),
+            **({"DROPOUT": 1} if p.dropout_p else {}),
         } | self.layout.defines()  # fmt: skip
 
     @property
@@ -340,7 +347,7 @@ class Config:
         """What is in the text."""
         order = (expressions.passed(ORDER, self.p.program),) if self.ordered else ()
         sweep = ORDERED if self.ordered else SECTIONED if self.sectioned else PARAMS
-        return (sweep, PREPROCESS, ROUND, *order)
+        return (DROPPED[sweep] if self.p.dropout_p else sweep, PREPROCESS, ROUND, *order)
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
@@ -405,6 +412,7 @@ class Step:
             | {name: getattr(p, name) for name in LENGTHS}
         )
         fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale}
+        fixed |= dropout.numbers(p.dropout_p) if p.dropout_p else {}
         fixed |= expressions.arguments(aux, p.program) | ({"blocks": p.batch * m.blocks} if m.ordered else {})
         fixed |= {"section": -(-sms // m.blocks)} if m.sectioned else {}
         reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
@@ -413,7 +421,7 @@ class Step:
         kernel = nvrtc.Kernel(binary, params, 32 * m.warps, m.shared_bytes, fixed)
         mapped = dict(zip(MAPPED, ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v"), strict=True))
         rows = dict(zip(MAPPED, (64, 64, m.block, m.block), strict=True))
-        others = {"order": "order"} if m.ordered else {}
+        others = ({"order": "order"} if m.ordered else {}) | ({"seed": "seed"} if p.dropout_p else {})
         others |= {
             "lse": "lse_log2", "delta": "delta", "dx": dx, "dy": dy,
             "marks": "bad_kv" if m.keys else "bad_q", "sums": "sums",
@@ -427,7 +435,7 @@ class Step:
         fixed = of_strides("dq", launch.strides(dq)) | {
             "heads_q": p.heads_q,
             "seqlen_q": p.seqlen_q,
-            "scale": p.softmax_scale,
+            "scale": p.softmax_scale * (dropout.scale(p.dropout_p) if p.dropout_p else 1),
         }
         grid = p.batch * p.heads_q * -(-p.seqlen_q // 64)
         return cls(nvrtc.Kernel(binary, ROUND, 128, fixed=fixed), grid, {"sums": "sums", "dq": "dq", "marks": "bad_q"})
@@ -485,7 +493,7 @@ class Ready:
         cls, p: Problem, key: object, space: Room, steps: list[Step], x: Operands, untidy: tuple[bool, bool]
     ) -> Self:  # fmt: skip
         """Of these launches."""
-        names = [*CALL, *space.places, *expressions.of_tensors(x.aux)]
+        names = [*CALL, *space.places, *([] if x.seed is None else ["seed"]), *expressions.of_tensors(x.aux)]
         maps = [(f"{at} of {i}", s.tensors[at], made) for i, s in enumerate(steps) for at, made in s.maps.items()]
         return cls(
             p, key, space, host.like((space.length,), x.q.device),
@@ -505,6 +513,8 @@ class Ready:
         ]  # fmt: skip
         start = room.data_ptr()
         values += [start + place for place in self.room.places.values()]
+        if x.seed is not None:
+            values.append(x.seed.data_ptr())
         if self.tensors:
             values += [t.data_ptr() for t in x.aux if isinstance(t, torch.Tensor)]
         values += [maps[values[i]] for i, maps in self.maps]
@@ -536,6 +546,8 @@ class Ready:
         changed = {f"{name}_ptr": tensors[name] for name in CALL} | {
             f"{name}_ptr": address for name, address in self.room.addresses(room).items()
         }
+        if x.seed is not None:
+            changed["dropout"] = random.argument(p, x)
         if self.tensors:
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
         if not launch.repeat(changed, plan.cache, self.key):
@@ -554,6 +566,8 @@ class Ready:
         names = self.row.names
         places: dict[Any, int] = {f"{name}_ptr": i for i, name in enumerate(names)}
         places |= dict.fromkeys(("gain_ptr", "sinks_ptr"), places["delta_ptr"])  # which are not read
+        if x.seed is not None:
+            places["dropout", 0] = names.index("seed")
         for i, value in enumerate(x.aux):
             if isinstance(value, torch.Tensor):
                 places["aux", i, 0] = names.index(f"a{i}")

@@ -50,9 +50,25 @@ struct Consumer : Worker {
 #if HELD
   u32 q[4 * HELD];
 #endif
+#if DROPOUT
+  Stay<BLOCK_N> stay;
+  const u64 seed;
+#endif
 
   DEVICE Consumer(const Params& t, const Shape& n, const Aux& x, u32 base, int group)
-      : Worker(t, n, x, base, group), factor(t.factor), scale(t.scale) {}
+      : Worker(t, n, x, base, group), factor(t.factor), scale(t.scale)
+#if DROPOUT
+      , seed(read_seed(t.seed))
+#endif
+  {}
+
+  DEVICE void draw() {  // for this key tile, while its scores are made
+#if DROPOUT
+    static_assert(ROWS == 64, "a patch is of one head");
+    const int of_head = head * n.group + slice.first_head;
+    stay.draw(seed, t.steps, batch, of_head, slice.first_query + 16 * warp, j * (BLOCK_N / 16), lane);
+#endif
+  }
 
   // ---- queries: awaited, and where HELD read into registers
   DEVICE void begin_q() {
@@ -108,6 +124,7 @@ struct Consumer : Worker {
     wgmma_fence();
     multiply_pv();
     pass_turn();
+    draw();
   }
 
   // ---- mainloop: the key tiles of a query tile, from the last to the first
@@ -118,6 +135,9 @@ struct Consumer : Worker {
   }
   DEVICE void pack() {
     UNROLL for (int i = 0; i < BLOCK_N / 4; i++) p[i] = Half::pack(s[2 * i], s[2 * i + 1]);
+#if DROPOUT
+    UNROLL for (int i = 0; i < BLOCK_N / 4; i++) p[i] &= stay.mask(i);
+#endif
   }
   DEVICE void clear() {
     UNROLL for (int i = 0; i < DIM_V / 2; i++) o[i] = 0.f;
@@ -245,6 +265,7 @@ struct Consumer : Worker {
     wgmma_fence();
     multiply_qk();
     if (turn) await_turn(), pass_turn();
+    draw();
     wgmma_wait<0>();
     pin(s);
     done_k();
@@ -281,6 +302,7 @@ struct Consumer : Worker {
     pin(s);
     wgmma_fence();
     multiply_qk();
+    draw();
     scale_output(last), store_over_values(last);
     wgmma_wait<0>();
     pin(s);

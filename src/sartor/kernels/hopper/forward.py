@@ -14,13 +14,14 @@ from typing import Any, cast
 
 import torch
 
-from sartor import nvrtc
+from sartor import nvrtc, pending
 from sartor.device import Device
 from sartor.features import (
     BF16,
     BIAS_GRADIENT,
     DETERMINISTIC,
     DIM_V,
+    DROPOUT,
     F16,
     GQA,
     MASKS,
@@ -30,8 +31,10 @@ from sartor.features import (
     UNALIGNED,
     WIDE_OUT,
 )  # fmt: skip
+from sartor.kernels import dropout
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
+from sartor.kernels.cuda.params import DROPOUT as DROPOUT_NUMBERS
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper import arch
@@ -52,6 +55,7 @@ PARAMS = Params(
     tiles_head="int", tiles="int", section="int", whole="int", splits="int", width="int",
     factor="float", scale="float",
 )  # fmt: skip
+DROPOUT_PARAMS = PARAMS.followed_by(DROPOUT_NUMBERS)
 MERGE_PARAMS = Params(
     "hopper_merge",
     outs="const float*", sums="const float*",  # of KV splits
@@ -60,7 +64,7 @@ MERGE_PARAMS = Params(
 )  # fmt: skip
 MERGE_COLUMNS = 128  # a thread a column
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
-MAX_DIM = 256
+MAX_DIM, MAX_DROPOUT = 256, 160  # beyond the latter, the bits of a key tile would be in local memory
 
 
 class HopperForward:
@@ -71,6 +75,7 @@ class HopperForward:
     backwards = ("hopper_wide_backward", "hopper_backward", "triton_backward")
     features = MASKS | {
         F16, BF16, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, BIAS_GRADIENT, TABLE_GRADIENT, UNALIGNED, DETERMINISTIC,
+        DROPOUT,
     }  # fmt: skip
     any_layout = True
 
@@ -79,6 +84,9 @@ class HopperForward:
         why = arch.reasons(p, dev)
         if max(p.dim, p.dim_v) > MAX_DIM:
             why.append(f"needs head dims up to {MAX_DIM}, got {p.dim} and {p.dim_v}")
+        elif p.dropout_p and max(p.dim, p.dim_v) > MAX_DROPOUT:
+            why.append(f"needs head dims up to {MAX_DROPOUT} with dropout, got {p.dim} and {p.dim_v}")
+        why += pending.refused("hopper_forward dropout") if p.dropout_p else []
         if not p.rows_on_16_bytes and p.dim % 8 == 0 and p.dim_v % 8 == 0:
             why.append("needs rows of q, k and v that start on 16 bytes, got strides or addresses that do not")
         return why or launch.no_tile(self, p, dev)
@@ -91,7 +99,8 @@ class HopperForward:
         """Tiles that fit shared memory and registers, best guess first."""
         for g, n, s in _grid(p):
             m = self.config(p, Tile(64 * g, n, 4 * (g + 1), s))
-            fits = m.accumulators + 8 * len(m.near) <= m.registers and m.shared_bytes <= launch.smem_limit(dev)
+            registers = m.accumulators + m.of_dropout + 8 * len(m.near)
+            fits = registers <= m.registers and m.shared_bytes <= launch.smem_limit(dev)
             if fits and not m.stuck:
                 yield m.tile
 
@@ -107,7 +116,7 @@ class HopperForward:
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
         m, dtype = self.config(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
-        return arch.build(m, dtype, "hopper/forward", (m.block_n, m.dim_v), (PARAMS, MERGE_PARAMS))
+        return arch.build(m, dtype, "hopper/forward", (m.block_n, m.dim_v), (params(p), MERGE_PARAMS))
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out, (b, sq, hq, dv) or in the layout of `x`, and lse (b, hq, sq)."""
@@ -115,6 +124,11 @@ class HopperForward:
         if ready is None:
             ready = plan.cache[x.layout] = Ready.of(self.compile(plan.problem, plan.tile), plan, x)  # type: ignore[arg-type]
         return ready.run(x)  # type: ignore[no-any-return]
+
+
+def params(p: Problem) -> Params:
+    """What the kernel of a problem takes."""
+    return DROPOUT_PARAMS if p.dropout_p else PARAMS
 
 
 def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
@@ -150,7 +164,7 @@ class Config(Schedule):
     def of(cls, p: Problem, tile: Tile) -> Config:
         """The config of a problem with a tile."""
         rows = 64  # fewer queries than half of that: heads that share keys share a slice
-        while p.group > 1 and rows >= 2 * max(p.seqlen_q, 1) and 64 // rows < p.group:
+        while p.group > 1 and not p.dropout_p and rows >= 2 * max(p.seqlen_q, 1) and 64 // rows < p.group:
             rows //= 2
         return cls(
             p, tile, tile.block_m // 64, tile.block_n, -(-p.dim // 16) * 16, -(-p.dim_v // 8) * 8, rows,
@@ -182,6 +196,16 @@ class Config(Schedule):
         if changed:
             return 108 if self.near else 116
         return 132 if self.mask < 2 or self.block_n <= 96 else 120
+
+    @property
+    def of_dropout(self) -> int:
+        """Registers a thread that making the bits of a key tile takes, beside products that are under way."""
+        if not self.p.dropout_p:
+            return 0
+        changed = 16 if self.p.program.score is not None and (self.mask or self.near) else 0
+        if self.groups == 3:
+            return changed + (192 if self.mask else 24)  # under a mask there are never so many
+        return changed + (32, 52, 64)[self.mask]
 
     @cached_property
     def held(self) -> int:
@@ -290,7 +314,7 @@ class Config(Schedule):
             "BALANCED": int(self.balanced), "LAST_WAVE": int(self.last_wave),
             "RAGGED": int(p.seqlen_kv % self.block_n != 0), "PING_PONG": int(self.ping_pong),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32 or self.split),
-            "AHEAD": int(self.ahead), "STAGED": int(self.staged),
+            "AHEAD": int(self.ahead), "STAGED": int(self.staged), **({"DROPOUT": 1} if p.dropout_p else {}),
         } | self.layout.defines()  # fmt: skip
 
 
@@ -351,13 +375,15 @@ class Ready:
         merge = Merge.of(binary, m, out) if m.split else None
         sms, masked = plan.device.sm_count or 1, p.program.keep is not None
         assigned = m.assign(sms)
-        fixed = of_strides("out", launch.strides(out) if merge is None else merge.strides)
+        fixed: dict[str, Any] = of_strides("out", launch.strides(out) if merge is None else merge.strides)
         fixed |= {name: getattr(p, name) for name in LENGTHS}
         fixed |= {
             "tiles_head": assigned.tiles_head, "tiles": assigned.tiles, "section": m.section,
             "whole": assigned.whole, "splits": assigned.splits, "width": assigned.width,
             "factor": launch.factor(p, p.softmax_scale), "scale": p.softmax_scale,
         } | expressions.arguments(x.aux, p.program)  # fmt: skip
+        if p.dropout_p:
+            fixed |= dropout.numbers(p.dropout_p)
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
         return cls(
@@ -391,6 +417,8 @@ class Ready:
         if self.merge is not None:
             room = torch.empty_like(self.merge.size)
             values += room.data_ptr(), room.data_ptr() + self.merge.sums
+        if x.seed is not None:
+            values.append(x.seed.data_ptr())
         if self.tensors:
             values += [t.data_ptr() for t in x.aux if isinstance(t, torch.Tensor)]
         self.row.start(values)
@@ -406,11 +434,12 @@ def _row(
     names += ["out_map"] if m.staged else []
     names += ["inputs", "work"] if p.program.keep is not None else []
     names += ["outs", "sums"] if merge is not None else []
+    names += ["seed"] if p.dropout_p else []
     names += tensors
     fixed = {name: value for name, value in fixed.items() if name not in tensors}
     fixed |= {name: none for name, none in {"out_map": b"", "inputs": b"", "work": 0}.items() if name not in names}
-    params = expressions.passed(PARAMS, p.program)
-    kernel = nvrtc.Kernel(binary, params, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
+    taken = expressions.passed(params(p), p.program)
+    kernel = nvrtc.Kernel(binary, taken, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
     takes = {name: name for name in kernel.changing} | ({} if merge is None else {"out": "outs", "lse": "sums"})
     parts = [Part(kernel, grid, takes)]
     return Row(names, parts if merge is None else [*parts, merge.part])

@@ -52,6 +52,14 @@ struct Repair {
     }
   }
 
+  DEVICE float stay(float weight, int batch, int head, int row, int key) const {
+#if DROPOUT
+    return stays(*t.seed, t.steps, batch, head, row, key) ? weight * t.stay_scale : 0.f;
+#else
+    return weight;
+#endif
+  }
+
   DEVICE void run(int item, int head, int row) {
     const int batch = batch_of(item, n), key_head = head / n.group;
     const u16* from = t.inputs.q.data + batch * t.inputs.q.batch + head * t.inputs.q.head + row * t.inputs.q.row;
@@ -72,10 +80,12 @@ struct Repair {
 #endif
       float higher = fmaxf(s, top);
       UNROLL for (int step = 16; step; step /= 2) higher = fmaxf(higher, __shfl_xor_sync(ALL, higher, step));
-      const float shrink = power2((top - higher) * LOG2_E), weight = mine ? power2((s - higher) * LOG2_E) : 0.f;
+      const float shrink = power2((top - higher) * LOG2_E);
+      float weight = mine ? power2((s - higher) * LOG2_E) : 0.f;
       UNROLL for (int c = 0; c < ceil_div(DIM_V, 64); c++) o[c][0] *= shrink, o[c][1] *= shrink;
       sum = fmaf(sum, shrink, weight);  // every lane has its share
       top = higher;
+      if (DROPOUT) weight = stay(weight, batch, head, row, kv);  // which the sum counts all the same
       fold(t.inputs.v.data + batch * t.inputs.v.batch + key_head * t.inputs.v.head + i64(first) * t.inputs.v.row, weight, __ballot_sync(ALL, mine));
     }
     UNROLL for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);

@@ -24,6 +24,7 @@ from sartor.features import (
     BIAS_GRADIENT,
     DETERMINISTIC,
     DIM_V,
+    DROPOUT,
     F16,
     F32,
     GQA,
@@ -45,6 +46,7 @@ from sartor.problem import Problem, is_copied
 
 if launch.available():
     from sartor.kernels.triton import codegen, tiles
+    from sartor.kernels.triton import dropout as random
     from sartor.kernels.triton.dbias import dbias_kernel
     from sartor.kernels.triton.dkdv import dkdv_kernel
     from sartor.kernels.triton.dq import dq_kernel
@@ -70,6 +72,7 @@ def dense_like(t: torch.Tensor) -> torch.Tensor:
 
 OF_PRODUCTS = MASKS | {  # whatever is multiplied
     WIDE_OUT, GQA, DIM_V, SINKS, SCORE, BIAS_GRADIENT, TABLE_GRADIENT, UNALIGNED, DETERMINISTIC, SHARED_LSE,
+    DROPOUT,
 }  # fmt: skip
 
 
@@ -257,6 +260,8 @@ class TritonBackward:
         changed = self.changed(x, saved, made)
         for name, address in room.addresses(space).items():
             changed[f"{name}_ptr"] = address
+        if x.seed is not None:
+            changed["dropout"] = random.argument(p, x)
         if any(isinstance(value, torch.Tensor) for value in x.aux):
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
         own = launch.own({"q": x.q, "k": x.k, "v": x.v, "dout": saved.dout}, pairs, *paired)

@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 
 from sartor.kernels.triton import launch, products, tiles
+from sartor.kernels.triton.dropout import seed_of, stays
 from sartor.kernels.triton.gradients import gradient_tile, load_rows, references, row
 from sartor.kernels.triton.groups import Config, Numbers
 
 
 @triton.jit(do_not_specialize=launch.RUNTIME)
 def dbias_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_log2_ptr, delta_ptr, gain_ptr, aux,
+    q_ptr, k_ptr, v_ptr, dout_ptr, dbias_ptr, lse_log2_ptr, delta_ptr, gain_ptr, aux, dropout,
     q_strides, k_strides, v_strides, dout_strides,
     batch, heads_q, group, seqlen_q, seqlen_kv,
     scale, factor,
@@ -20,6 +21,7 @@ def dbias_kernel(
     BOUNDED: tl.constexpr, OVER: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GAINS: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One tile of dbias, summed over the dims it is broadcast along: OVER says which of (b, h, q, kv)."""
     tiles_m, tiles_n = tl.cdiv(seqlen_q, BLOCK_M), tl.cdiv(seqlen_kv, BLOCK_N)
@@ -47,6 +49,7 @@ def dbias_kernel(
         i_b = pid
     o_m, o_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    seed = seed_of(dropout, DROPOUT)
     lse_log2_ptr = references(lse_log2_ptr, gain_ptr, batch, heads_q, seqlen_q, SCORE, GAINS)
     for step in tl.range(0, n_b * n_h * n_m * n_n, num_stages=1):
         tile_n = i_n + step % n_n
@@ -70,13 +73,16 @@ def dbias_kernel(
         gain = gain_ptr
         if GAINS is not None:
             gain = tl.load(gain_ptr + rows + q_rows, mask=q_rows < seqlen_q, other=1.0)[:, None]
+        start_q, start_kv = tile_m * BLOCK_M, tile_n * BLOCK_N
+        stay = stays(seed, dropout, b, h, start_q, start_kv, BLOCK_M, BLOCK_N, False, DROPOUT)
         w, ds, draw, keep = gradient_tile(
-            s, dp, (1, 1, 1, 1), lse[:, None], delta[:, None], gain, True, (b, h, q_rows[:, None], kv[None, :]),
+            s, dp, (1, 1, 1, 1), lse[:, None], delta[:, None], gain, stay, True,
+            (b, h, q_rows[:, None], kv[None, :]),
             Numbers(heads_q=heads_q, group=group, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, scale=scale, factor=factor,
-                    aux=aux),
+                    aux=aux, dropout=dropout),
             Config(KEEP=KEEP, SPANS=None, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION, MASKED=True,
                    BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V, UNIT=UNIT,
-                   BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=True, DSCORE=DSCORE, GAINS=GAINS),
+                   BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=True, DSCORE=DSCORE, GAINS=GAINS, DROPOUT=DROPOUT),
         )  # fmt: skip
         total += ds
     _store_dbias(

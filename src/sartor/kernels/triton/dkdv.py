@@ -10,6 +10,7 @@ import triton.language as tl
 
 from sartor.kernels.triton import launch, marks, products, tiles
 from sartor.kernels.triton.bounds import tile_bounds
+from sartor.kernels.triton.dropout import seed_of, stays
 from sartor.kernels.triton.gradients import SECTION, gradient_tile, load_rows, references, row
 from sartor.kernels.triton.groups import Config, Numbers, Tensors
 
@@ -27,6 +28,7 @@ def _mainloop(state, bounds, i_n, keys, values, queries, douts, lse_base, delta_
     q_base, q_stride, q_units = queries
     dout_base, dout_stride, dout_units = douts
     o_m, o_n = tl.arange(0, c.BLOCK_M), tl.arange(0, c.BLOCK_N)
+    seed = seed_of(n.dropout, c.DROPOUT)
     kv = i_n * c.BLOCK_N + o_n
     left = n.seqlen_kv - i_n * c.BLOCK_N
     k = products.load(k_base, o_n, k_stride, left, c.DIM, c.CHUNKS, True, c.PRECISION)
@@ -51,10 +53,13 @@ def _mainloop(state, bounds, i_n, keys, values, queries, douts, lse_base, delta_
             else:
                 gain = tl.load(gains + start + o_m)[None, :]
         partial = (start < full_lo) | (start + c.BLOCK_M > full_hi) | (c.MASKED == 2)
+        stay = stays(seed, n.dropout, b, h, start, i_n * c.BLOCK_N, c.BLOCK_M, c.BLOCK_N, True, c.DROPOUT)
         w, ds, draw, keep = gradient_tile(
-            s, dp, (k_unit, q_unit, v_unit, dout_unit), lse[None, :], delta[None, :], gain, partial,
+            s, dp, (k_unit, q_unit, v_unit, dout_unit), lse[None, :], delta[None, :], gain, stay, partial,
             (b, h, (start + o_m)[None, :], kv[:, None]), n, c,
         )  # fmt: skip
+        if c.DROPOUT:
+            w = tl.where(stay, w, 0.0)
         if c.REPAIR:
             dv = tiles.add_attended(
                 dv, w, keep, dout_base, start, dout_stride, n.seqlen_q, c.BLOCK_M, c.DIM_V, c.CHUNKS_V
@@ -105,6 +110,8 @@ def _dkdv_tile(tile, x, n, c):
         )  # fmt: skip
     dk, dv = state
     dk = tiles.scale_tile(dk, n.scale, c.CHUNKS)
+    if c.DROPOUT:
+        dv = tiles.scale_tile(dv, n.dropout[2], c.CHUNKS_V)
     dk_base = x.dk + b64 * x.dk_strides[0] + h64 * x.dk_strides[1] + first * x.dk_strides[2]
     dv_base = x.dv + b64 * x.dv_strides[0] + h64 * x.dv_strides[1] + first * x.dv_strides[2]
     tiles.store_tile(dk_base, o_n, x.dk_strides[2], left, dk, c.DIM, c.CHUNKS)
@@ -116,14 +123,14 @@ def _dkdv_tile(tile, x, n, c):
 @triton.jit(do_not_specialize=launch.RUNTIME)
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr, gain_ptr, bad_kv_ptr, units, aux,
-    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    dropout, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     batch, heads_q, group, seqlen_q, seqlen_kv,
     scale, factor,
     KEEP: tl.constexpr, COLS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
     MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONLY_MARKED: tl.constexpr, REPAIR: tl.constexpr,
-    GAINS: tl.constexpr,
+    GAINS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One program per tile; with ONLY_MARKED a few programs, which compute the marked tiles again."""
     base, begin, end, step = marks.share(
@@ -139,8 +146,9 @@ def dkdv_kernel(
                         k_strides=k_strides, v_strides=v_strides, dout_strides=dout_strides, dk_strides=dk_strides,
                         dv_strides=dv_strides),
                 Numbers(heads_q=heads_q, group=group, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, scale=scale,
-                        factor=factor, aux=aux),
+                        factor=factor, aux=aux, dropout=dropout),
                 Config(KEEP=KEEP, SPANS=COLS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION,
                        MASKED=MASKED, BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V,
-                       UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=REPAIR, DSCORE=DSCORE, GAINS=GAINS),
+                       UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=REPAIR, DSCORE=DSCORE, GAINS=GAINS,
+                       DROPOUT=DROPOUT),
             )  # fmt: skip

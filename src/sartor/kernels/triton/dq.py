@@ -7,6 +7,7 @@ import triton.language as tl
 
 from sartor.kernels.triton import launch, marks, products, tiles
 from sartor.kernels.triton.bounds import tile_bounds
+from sartor.kernels.triton.dropout import seed_of, stays
 from sartor.kernels.triton.gradients import SECTION, gradients_of, load_rows, references, row, score_tile
 from sartor.kernels.triton.groups import Config, Numbers, Tensors
 from sartor.kernels.triton.maths import LOG2_E
@@ -26,6 +27,7 @@ def _mainloop(dq, bounds, i_m, queries, douts, keys, values, lse, delta, b, h, n
     if c.GAINS is not None and c.SCORE is not None:
         high = tl.full((c.BLOCK_M,), float("-inf"), tl.float32)  # the rows' highest scores so far
     o_m, o_n = tl.arange(0, c.BLOCK_M), tl.arange(0, c.BLOCK_N)
+    seed = seed_of(n.dropout, c.DROPOUT)
     q_rows = i_m * c.BLOCK_M + o_m
     left = n.seqlen_q - i_m * c.BLOCK_M
     q = products.load(q_base, o_m, q_stride, left, c.DIM, c.CHUNKS, True, c.PRECISION)
@@ -51,8 +53,9 @@ def _mainloop(dq, bounds, i_m, queries, douts, keys, values, lse, delta, b, h, n
             shrink = tl.exp2((high - base) * n.factor)
             total, dq, high = total * shrink, tiles.scale_tile(dq, shrink[:, None], c.CHUNKS), higher
             rows_lse = tl.where(rows_lse != rows_lse, rows_lse, base)  # NaN where pairs do not resolve the row
+        stay = stays(seed, n.dropout, b, h, i_m * c.BLOCK_M, start, c.BLOCK_M, c.BLOCK_N, False, c.DROPOUT)
         w, ds, draw, keep = gradients_of(
-            scores, dp, (dout_unit, v_unit), rows_lse[:, None], delta[:, None], None, at, n, c
+            scores, dp, (dout_unit, v_unit), rows_lse[:, None], delta[:, None], None, stay, at, n, c
         )  # fmt: skip
         if c.GAINS is not None:
             total += tl.sum(w, 1)
@@ -125,14 +128,14 @@ def _dq_tile(tile, x, n, c):
 @triton.jit(do_not_specialize=launch.RUNTIME)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, lse_log2_ptr, delta_ptr, gain_ptr, sinks_ptr, bad_q_ptr, units, aux,
-    q_strides, k_strides, v_strides, dout_strides, dq_strides,
+    dropout, q_strides, k_strides, v_strides, dout_strides, dq_strides,
     batch, heads_q, group, seqlen_q, seqlen_kv,
     scale, factor,
     KEEP: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr, DSCORE: tl.constexpr, PRESCALE: tl.constexpr,
     MASKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONLY_MARKED: tl.constexpr, REPAIR: tl.constexpr,
-    GAINS: tl.constexpr,
+    GAINS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One program per tile; with ONLY_MARKED a few programs, which compute the marked tiles again."""
     base, begin, end, step = marks.share(
@@ -147,8 +150,9 @@ def dq_kernel(
                         gain=gain_ptr, high=high_ptr, sinks=sinks_ptr, bad=bad_q_ptr, units=units, q_strides=q_strides,
                         k_strides=k_strides, v_strides=v_strides, dout_strides=dout_strides, dq_strides=dq_strides),
                 Numbers(heads_q=heads_q, group=group, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, scale=scale,
-                        factor=factor, aux=aux),
+                        factor=factor, aux=aux, dropout=dropout),
                 Config(KEEP=KEEP, SPANS=ROWS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION,
                        MASKED=MASKED, BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V,
-                       UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=REPAIR, DSCORE=DSCORE, GAINS=GAINS),
+                       UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=REPAIR, DSCORE=DSCORE, GAINS=GAINS,
+                       DROPOUT=DROPOUT),
             )  # fmt: skip

@@ -25,6 +25,7 @@ from sartor.features import (
     BIAS_GRADIENT,
     DETERMINISTIC,
     DIM_V,
+    DROPOUT,
     F16,
     F32,
     GQA,
@@ -45,7 +46,9 @@ if launch.available():
     import triton.language as tl
 
     from sartor.kernels.triton import codegen, marks, products, tiles
+    from sartor.kernels.triton import dropout as random
     from sartor.kernels.triton.bounds import tile_bounds, valid
+    from sartor.kernels.triton.dropout import seed_of, stays
     from sartor.kernels.triton.groups import Config, Numbers, Tensors
     from sartor.kernels.triton.maths import LN_2, LOG2_E
 
@@ -63,6 +66,7 @@ if launch.available():
         o_m, o_kv = tl.arange(0, c.BLOCK_M), tl.arange(0, c.BLOCK_N)
         q_rows = tl.minimum(i_m * c.BLOCK_M + o_m, n.seqlen_q - 1)  # for the mods
         left = n.seqlen_q - i_m * c.BLOCK_M
+        seed = seed_of(n.dropout, c.DROPOUT)
         q = products.load_queries(q_base, o_m, q_stride, left, c.DIM, c.DIM_V, c.CHUNKS, c.PRECISION)
         for start in tl.range(lo, hi, c.BLOCK_N, num_stages=1 if c.REPAIR else None):
             k_rows = k_base + tl.cast(start, tl.int64) * k_stride
@@ -90,6 +94,10 @@ if launch.available():
             alpha = tl.exp2((m - base) * n.factor)
             l = l * alpha + tl.sum(w, 1)
             acc = tiles.scale_tile(acc, alpha[:, None], c.CHUNKS_V)
+            if c.DROPOUT:
+                start_q = i_m * c.BLOCK_M
+                stay = stays(seed, n.dropout, b, h, start_q, start, c.BLOCK_M, c.BLOCK_N, False, c.DROPOUT)
+                w = tl.where(stay, w, 0.0)
             if c.REPAIR:
                 keep = tl.broadcast_to(kv[None, :] < n.seqlen_kv, w.shape)
                 keep = keep & c.KEEP(b, h, q_rows[:, None], key[None, :], n.aux)
@@ -104,11 +112,11 @@ if launch.available():
         return m, l, acc
 
     @triton.jit
-    def _epilogue(state, sink, scale, c):
+    def _epilogue(state, sink, n, c):
         """Normalised output tile and lse, to which the scale comes as one rounding; `sink` is a logit of the row."""
         m, l, acc = state
         if not c.PRESCALE:
-            m = m * scale
+            m = m * n.scale
         if c.SINKS:
             top = tl.maximum(m, sink)
             base = tl.where(top == float("-inf"), 0.0, top)
@@ -117,6 +125,8 @@ if launch.available():
             acc = tiles.scale_tile(acc, alpha[:, None], c.CHUNKS_V)
             m = top
         inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
+        if c.DROPOUT:
+            inverse *= n.dropout[2]
         return tiles.scale_tile(acc, inverse[:, None], c.CHUNKS_V), m + tl.log2(l) * LN_2
 
     @triton.jit
@@ -156,7 +166,7 @@ if launch.available():
         sink = 0.0
         if c.SINKS:
             sink = tl.load(x.sinks + h).to(tl.float32)
-        out, lse = _epilogue(state, sink, n.scale, c)
+        out, lse = _epilogue(state, sink, n, c)
         left = n.seqlen_q - i_m * c.BLOCK_M
         tiles.store_tile(out_base, o_m, x.out_strides[2] * c.OUT_UNIT, left, out, c.DIM_V, c.CHUNKS_V)
         tl.store(x.lse + tl.cast(head, tl.int64) * n.seqlen_q + q_rows, lse, mask=q_rows < n.seqlen_q)
@@ -171,7 +181,7 @@ if launch.available():
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def forward_kernel(
-        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux,
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, bad_ptr, units, aux, dropout,
         q_strides, k_strides, v_strides, out_strides,
         batch, heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
@@ -179,7 +189,7 @@ if launch.available():
         PRECISION: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
         UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-        ONLY_MARKED: tl.constexpr, REPAIR: tl.constexpr,
+        ONLY_MARKED: tl.constexpr, REPAIR: tl.constexpr, DROPOUT: tl.constexpr,
     ):  # fmt: skip
         """One program per tile; with ONLY_MARKED a few programs, which compute the marked tiles again."""
         base, begin, end, step = marks.share(tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, ONLY_MARKED, 0)
@@ -192,11 +202,11 @@ if launch.available():
                                 units=units, q_strides=q_strides, k_strides=k_strides, v_strides=v_strides,
                                 out_strides=out_strides),
                         Numbers(heads_q=heads_q, group=group, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, scale=scale,
-                                factor=factor, aux=aux),
+                                factor=factor, aux=aux, dropout=dropout),
                         Config(KEEP=KEEP, SPANS=ROWS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION,
                                MASKED=MASKED, BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V,
                                UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=REPAIR, SINKS=SINKS,
-                               OUT_UNIT=OUT_UNIT),
+                               OUT_UNIT=OUT_UNIT, DROPOUT=DROPOUT),
                     )  # fmt: skip
 
 
@@ -208,7 +218,7 @@ class Results(NamedTuple):
     bad: torch.Tensor  # int32, one mark a tile; lse where there are none
 
 
-OF_PRODUCTS = MASKS | {WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC}  # whatever is multiplied
+OF_PRODUCTS = MASKS | {WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC, DROPOUT}  # whatever is multiplied
 
 
 class TritonForward:
@@ -304,6 +314,8 @@ class TritonForward:
             "out_ptr": results.out.data_ptr(), "lse_ptr": lse.data_ptr(), "bad_ptr": results.bad.data_ptr(),
             "sinks_ptr": 0 if x.sinks is None else x.sinks.data_ptr(),
         }  # fmt: skip
+        if x.seed is not None:
+            changed["dropout"] = random.argument(p, x)
         if any(isinstance(value, torch.Tensor) for value in x.aux):
             changed["aux"] = codegen.aux_arguments(x.aux, p.program)
         if not launch.repeat(changed, plan.cache, own=launch.own({"q": x.q, "k": x.k, "v": x.v}, pairs, "forward")):

@@ -61,10 +61,11 @@ def score_tile(s, units, partial, at, n, c):
 
 
 @triton.jit
-def gradients_of(scores, dp, units, lse, delta, gain, at, n, c):
+def gradients_of(scores, dp, units, lse, delta, gain, stay, at, n, c):
     """(weights, d score, d raw score, keep) of what `score_tile` found, to which lse, delta and gain are broadcastable.
 
-    `units` are those of the factors of dp. REPAIR also takes NaN out of what the mask hides.
+    `units` are those of the factors of dp. REPAIR also takes NaN out of what the mask hides. Weights are those before
+    dropout, which leaves what `stay` tells.
     """
     s, x, factor, keep = scores
     b, h, q, kv = at
@@ -77,7 +78,10 @@ def gradients_of(scores, dp, units, lse, delta, gain, at, n, c):
         w = tl.exp2(tl.minimum(x * factor - lse, most, propagate_nan=tl.PropagateNan.ALL))
     if c.GAINS == "given":
         w = w * gain
-    ds = w * (products.times_regained(dp, units[0], units[1], c.DIM_V, c.PRECISION) - delta)
+    dp = products.times_regained(dp, units[0], units[1], c.DIM_V, c.PRECISION)
+    if c.DROPOUT:
+        dp = tl.where(stay, dp * n.dropout[2], 0.0)
+    ds = w * (dp - delta)
     draw = ds
     if c.DSCORE is not None:
         draw = ds * c.DSCORE(s, b, h, query, key, n.aux)
@@ -88,10 +92,10 @@ def gradients_of(scores, dp, units, lse, delta, gain, at, n, c):
 
 
 @triton.jit
-def gradient_tile(s, dp, units, lse, delta, gain, partial, at, n, c):
+def gradient_tile(s, dp, units, lse, delta, gain, stay, partial, at, n, c):
     """`gradients_of` the scores of a tile; `units` are those of the factors of s, then of dp."""
     scores = score_tile(s, (units[0], units[1]), partial, at, n, c)
-    return gradients_of(scores, dp, (units[2], units[3]), lse, delta, gain, at, n, c)
+    return gradients_of(scores, dp, (units[2], units[3]), lse, delta, gain, stay, at, n, c)
 
 
 @triton.jit

@@ -51,6 +51,7 @@ class Numbers(NamedTuple):
     scale: Any
     factor: Any  # of scores, in the exponent of 2
     aux: Any
+    dropout: Any = ()  # see dropout.py
 
 
 class Config(NamedTuple):
@@ -71,6 +72,7 @@ class Config(NamedTuple):
     BLOCK_M: Any
     BLOCK_N: Any
     REPAIR: Any  # whether what the mask hides is left out, NaN and all: the NaN repair
+    DROPOUT: Any
     SINKS: Any = None
     OUT_UNIT: Any = None
     DSCORE: Any = None  # the score function's derivative, None where it is 1

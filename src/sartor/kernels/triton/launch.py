@@ -114,7 +114,7 @@ def factor(p: Problem, scale: float) -> float:
 
 def common(plan: Plan, x: Operands) -> dict[str, Any]:
     """Arguments that every attention kernel takes by the same name."""
-    from sartor.kernels.triton import codegen
+    from sartor.kernels.triton import codegen, dropout
 
     p, mods = plan.problem, codegen.build(plan.problem.program)
     return {
@@ -130,6 +130,8 @@ def common(plan: Plan, x: Operands) -> dict[str, Any]:
         "SCORE": mods.score,
         "PRESCALE": prescaled(p),
         "PRECISION": p.precision if p.dtype == torch.float32 else "ieee",
+        "dropout": dropout.argument(p, x),
+        "DROPOUT": p.dropout_p > 0,
     }
 
 

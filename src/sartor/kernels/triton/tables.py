@@ -22,12 +22,13 @@ if launch.available():
 
     from sartor.kernels.triton import codegen, products, tiles
     from sartor.kernels.triton.bounds import tile_bounds, valid
+    from sartor.kernels.triton.dropout import seed_of, stays
     from sartor.kernels.triton.gradients import gradient_tile, load_rows, references, row
     from sartor.kernels.triton.groups import Config, Numbers
 
     @triton.jit(do_not_specialize=launch.RUNTIME)
     def dtable_kernel(
-        q_ptr, k_ptr, v_ptr, dout_ptr, dtable_ptr, lse_log2_ptr, delta_ptr, gain_ptr, aux,
+        q_ptr, k_ptr, v_ptr, dout_ptr, dtable_ptr, lse_log2_ptr, delta_ptr, gain_ptr, aux, dropout,
         q_strides, k_strides, v_strides, dout_strides,
         batch, heads_q, group, seqlen_q, seqlen_kv,
         scale, factor,
@@ -36,6 +37,7 @@ if launch.available():
         PRESCALE: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr,
         DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
         UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GAINS: tl.constexpr,
+        DROPOUT: tl.constexpr,
     ):  # fmt: skip
         """dtable[PLACE] += dS * RISE over one query tile; ALONG_Q and ALONG_KV say what the place varies along."""
         n_tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -56,6 +58,7 @@ if launch.available():
         gain = gain_ptr
         if GAINS is not None:
             gain = tl.load(gain_ptr + rows + q_rows, mask=q_rows < seqlen_q, other=1.0)[:, None]
+        seed = seed_of(dropout, DROPOUT)
         lo, hi, _, _ = tile_bounds(ROWS, b, h, tl.minimum(q_rows, seqlen_q - 1), aux, seqlen_kv, BLOCK_N)
         for start in tl.range(lo, hi, BLOCK_N, num_stages=1):
             kv, rest = start + o_n, seqlen_kv - start
@@ -65,13 +68,15 @@ if launch.available():
             v = tiles.load_tile(v_rows, o_n, v_strides[2] * UNIT, rest, DIM_V, CHUNKS_V, True)
             s = products.dot_nt(q, k, CHUNKS, PRECISION)
             dp = products.dot_nt(dout, v, CHUNKS_V, PRECISION)
+            stay = stays(seed, dropout, b, h, i_m * BLOCK_M, start, BLOCK_M, BLOCK_N, False, DROPOUT)
             w, ds, draw, keep = gradient_tile(
-                s, dp, (1, 1, 1, 1), lse[:, None], delta[:, None], gain, True, (b, h, q_rows[:, None], kv[None, :]),
+                s, dp, (1, 1, 1, 1), lse[:, None], delta[:, None], gain, stay, True,
+                (b, h, q_rows[:, None], kv[None, :]),
                 Numbers(heads_q=heads_q, group=group, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, scale=scale,
-                        factor=factor, aux=aux),
+                        factor=factor, aux=aux, dropout=dropout),
                 Config(KEEP=KEEP, SPANS=ROWS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION, MASKED=True,
                        BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V, UNIT=UNIT,
-                       BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=True, DSCORE=DSCORE, GAINS=GAINS),
+                       BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=True, DSCORE=DSCORE, GAINS=GAINS, DROPOUT=DROPOUT),
             )  # fmt: skip
             query, key = valid(q_rows, seqlen_q, BOUNDED)[:, None], valid(kv, seqlen_kv, BOUNDED)[None, :]
             change = tl.where(ds == 0.0, 0.0, ds * RISE(s * scale, b, h, query, key, aux))

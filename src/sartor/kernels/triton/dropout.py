@@ -1,0 +1,82 @@
+"""Which weights of a tile stay, as sartor/kernels/dropout.py defines it: Philox once for every patch of 4 by 4 pairs.
+
+A tile's patches are compared where they are made, in a layout in which each thread has patches of its own; what goes to
+the layout of the scores is a number of 16 bits for each patch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from sartor.kernels import dropout
+from sartor.kernels.spec import Operands
+from sartor.problem import Problem
+
+
+def argument(p: Problem, x: Operands) -> tuple[Any, ...]:
+    """What kernels take: the seed, the threshold, so that Triton specialises on none, and the factor; or nothing."""
+    return (x.seed, 4 * dropout.threshold(p.dropout_p) + 2, dropout.scale(p.dropout_p)) if p.dropout_p else ()
+
+
+@triton.jit
+def seed_of(dropout, DROPOUT: tl.constexpr):
+    """The key of the random numbers, loaded once; nothing without dropout."""
+    if DROPOUT:
+        return tl.load(dropout[0])
+    else:
+        return 0
+
+
+@triton.jit
+def stays(
+    seed, dropout, b, h, q_start, kv_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Whether weights stay: [BLOCK_M, BLOCK_N] from (q_start, kv_start) on, multiples of 16; TRANSPOSED, keys along the
+    rows. True without dropout."""
+    if DROPOUT:
+        o_q, o_kv = tl.arange(0, BLOCK_M // 4), tl.arange(0, BLOCK_N // 4)
+        q, kv = (tl.cast(q_start, tl.int32) // 4 + o_q)[:, None], (tl.cast(kv_start, tl.int32) // 4 + o_kv)[None, :]
+        if TRANSPOSED:
+            q, kv = tl.trans(q), tl.trans(kv)
+        head, item = tl.cast(h, tl.int32) + kv * 0 + q * 0, tl.cast(b, tl.int32) + kv * 0 + q * 0
+        words = tl.philox(seed, kv + q * 0, q + kv * 0, head, item)
+        bits = _compared(words, (dropout[1] >> 2).to(tl.uint32))
+        m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        of_q, of_kv = (m & 1) * 2 + ((m >> 3) & 1) * 16, (n & 1) + ((n >> 3) & 1) * 8
+        one = tl.full((BLOCK_M, 1), 1, tl.uint32)
+        if TRANSPOSED:
+            one = tl.trans(one) << of_q[None, :]
+            return (_spread(bits, BLOCK_N, BLOCK_M) & (one << of_kv[:, None])) != 0
+        else:
+            one = one << of_q[:, None]
+            return (_spread(bits, BLOCK_M, BLOCK_N) & (one << of_kv[None, :])) != 0
+    else:
+        return True
+
+
+@triton.jit
+def _compared(words, steps):
+    """Of patches, in bit 8 i + j, whether byte i of word j is not below the patch's threshold: four bytes at a time."""
+    upper = ((words[0] + words[1] + words[2] + words[3]) >> 24) < (steps & 255)
+    least = (steps >> 8) + upper.to(tl.uint32)
+    four = least * 0x01010101
+    low, inverse = four & 0x7F7F7F7F, four ^ 0xFFFFFFFF  # `~` is no operation of the interpreter's
+    bits = tl.zeros_like(least)
+    for j in tl.static_range(4):
+        x = words[j]
+        rest = (x | 0x80808080) - low  # its highest bits: whether the seven lower ones are not below
+        at_least = ((x & inverse) | ((x ^ inverse) & rest)) & 0x80808080
+        bits |= at_least >> (7 - j)
+    return tl.where(least > 255, 0, bits)
+
+
+@triton.jit
+def _spread(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of each pair of a tile what its patch has: [ROWS / 4, COLUMNS / 4] as [ROWS, COLUMNS]."""
+    bits = tl.reshape(bits, (ROWS // 16, 1, 4, 1, COLUMNS // 16, 1, 4, 1))
+    bits = tl.broadcast_to(bits, (ROWS // 16, 2, 4, 2, COLUMNS // 16, 2, 4, 2))
+    return tl.reshape(bits, (ROWS, COLUMNS))
