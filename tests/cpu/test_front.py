@@ -68,7 +68,7 @@ def test_nothing_goes_the_long_way(name, layout, calls):
 
 def test_no_argument_is_overlooked():
     """`attention` looks at these itself, and at another value of one goes the long way."""
-    looked_at = {"sinks", "deterministic", "return_lse", "out_dtype", "precision"}
+    looked_at = {"sinks", "deterministic", "return_lse", "out_dtype", "precision", "dropout_p", "dropout_seed"}
     assert {*signature(front.attend).parameters} | looked_at == {*signature(sartor.attention).parameters}
 
 

@@ -98,7 +98,7 @@ class Part:
 def few(p: Problem) -> bool:
     """Whether `small` computes the problem: few scores, in one tile, whose bits then are the same; gradients of q, k
     and v alone; and no kernel asked for."""
-    more = p.sinks or p.copies or p.bias_shape is not None or p.table_shapes or p.out_dtype != p.dtype
+    more = p.sinks or p.copies or p.bias_shape is not None or p.table_shapes or p.out_dtype != p.dtype or p.dropout_p
     scores = p.batch * p.heads_q * p.seqlen_q * p.seqlen_kv
     tile = p.seqlen_q <= TILE.block_m and p.seqlen_kv <= TILE.block_n
     return 0 < scores <= FEW and tile and not more and p.kernel == "auto"
