@@ -243,10 +243,11 @@ DROPPED = {
 @pytest.mark.parametrize("dim", sample([40, 64, 96, 128, 160], lambda dim: dim in (64, 128)))
 def test_dropout(dim, name, monkeypatch):
     """The first tile that leaves registers for the bits; and none beyond the head dims that have one."""
-    monkeypatch.setenv("SARTOR_PENDING", "1")
     given = {"dropout_p": 0.1, "dropout_seed": meta(1, dtype=torch.int64)}
     p = problem(dim, heads=(40, 40), lengths=(1000, 1000), **given, **DROPPED[name])
-    plan = choose(replace(p, device="cuda"), DEVICE)
-    assert plan.kernel is SPEC
-    check(p, plan.tile)
+    assert "no GPU has run its tests yet" in plan.against(SPEC.name, p, DEVICE)[0]
+    monkeypatch.setenv("SARTOR_PENDING", "1")
+    chosen = choose(replace(p, device="cuda"), DEVICE)
+    assert chosen.kernel is SPEC
+    check(p, chosen.tile)
     assert choose(replace(p, dim=192, dim_v=192, device="cuda"), DEVICE).kernel.name == "triton_forward"
