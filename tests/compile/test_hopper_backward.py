@@ -17,9 +17,20 @@ from sartor.problem import Call, Problem
 if nvrtc.missing() or not launch.available():
     pytest.skip(nvrtc.missing() or "needs Triton, whose launches stand around it", allow_module_level=True)
 
-from sartor.kernels.hopper.backward import Config, tidy, tidy_out
+from sartor.kernels.hopper.backward import Config, parts, tidy, tidy_out
 
 DEVICE = ARCHITECTURES[90]
+
+
+@pytest.fixture(autouse=True)
+def pending_parts(monkeypatch):
+    """All are taken; no plan is kept that was made with or without them."""
+    monkeypatch.setenv("SARTOR_PENDING", "1")
+    plan.choose_backward.cache_clear()
+    yield
+    plan.choose_backward.cache_clear()
+
+
 SPEC = kernels.load("hopper_backward")
 MASKS = [{}, {"causal": True}, {"window": (90, 30)}]
 FROM_TABLES = ["documents", "causal documents", "packed"]  # masks whose intervals are in tables
@@ -32,6 +43,14 @@ def meta(*shape, dtype=torch.bfloat16):
 def problem(dim=128, dim_v=None, heads=(4, 4), dtype=torch.bfloat16, batch=2, **options):
     shapes = ((batch, 1000, heads[0], dim), (batch, 1000, heads[1], dim), (batch, 1000, heads[1], dim_v or dim))
     return Problem.of(Call(*(meta(*s, dtype=dtype) for s in shapes), **options))
+
+
+def pairs(*shape, dtype=torch.bool):
+    """A tensor of queries and keys in rows of a multiple of 16 keys."""
+    return meta(*shape, 1000, 1008, dtype=dtype)[..., :1000]
+
+
+DISTANCES = mods.Score(lambda s, b, h, q, kv, aux: s + aux[0][h, q - kv + 999], (meta(4, 1999),))  # a table of them
 
 
 def from_tables(name):
@@ -97,6 +116,74 @@ def test_pairs(dim):
             assert not config.shared_spans
 
 
+SEEN = {
+    "alone": ({"mask": pairs(4)}, 2, 36),
+    "causal": ({"mask": pairs(2, 1), "causal": True}, 1, 16),
+    "capped": ({"mask": pairs(), "softcap": 2.0}, 2, 320),
+    "documents": ({"mask": mods.document(meta(2, 1000, dtype=torch.int32)) & mods.from_tensor(pairs())}, 1, 160),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", sample(SEEN, lambda name: name in ("alone", "causal")))
+def test_bool_tensors(name, dim):
+    """Bits of them come to shared memory; a few words are spilled, none of a product."""
+    options, seen, spills = SEEN[name]
+    (config,) = Config.all(problem(dim, **options))
+    assert "hopper_backward" in sound(config, spills)
+    assert config.seen == seen
+    assert config.stages == 3
+    assert not config.persistent
+
+
+ADDED = {
+    "alone": ({}, 0),
+    "causal": ({"causal": True}, 8),
+    "bool": ({"mask": pairs()}, 28),
+    "capped": ({"softcap": 2.0}, 96),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", sample(ADDED, lambda name: name in ("alone", "causal")))
+def test_bias_of_pairs(name, dim):
+    """The copy engine brings it, a tile at a time."""
+    options, spills = ADDED[name]
+    (config,) = Config.all(problem(dim, bias=pairs(4, dtype=torch.bfloat16), **options))
+    assert {"hopper_backward", "find_highest"} <= sound(config, spills)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4)], ids=["stored", "summed"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradient_of_a_bias(dim, shape, causal):
+    (config,) = Config.all(problem(dim, bias=pairs(*shape, dtype=torch.bfloat16), bias_gradient=True, causal=causal))
+    assert {"hopper_backward", "find_highest"} <= sound(config)
+    assert config.defines()["DADDED"] == (1 if shape == (2, 4) else 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_one_key_head(dim, causal):
+    """Where few blocks of keys are left, several share their query heads, and another launch adds up what they made."""
+    shared = problem(dim, heads=(32, 1), causal=causal)
+    assert parts(shared) == 32  # of two items, 8 blocks each
+    assert [parts(problem(dim, heads=heads, batch=n)) for heads, n in (((32, 8), 8), ((32, 2), 8))] == [2, 8]
+    assert [parts(problem(dim, heads=heads, batch=9)) for heads in ((32, 32), (32, 8))] == [1, 1]
+    assert parts(problem(dim, heads=(32, 1), deterministic=True)) == 1
+    (config,) = Config.all(shared)
+    assert "round_parts" in sound(config)
+    assert "round_parts" not in sound(Config.all(problem(dim, causal=causal))[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("dim", sample([64, 96, 128, 256], lambda dim: dim in (96, 128)))
+def test_scores_that_bury(dim, options):
+    """What weights are relative to is found before the sweeps, in the text of the first one."""
+    configs = Config.all(problem(dim, bias=meta(2, 1, 1, 1000), causal=True, **options))
+    assert ["find_highest" in sound(config, spills=16) for config in configs] == [True] + [False] * (len(configs) - 1)
+
+
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", sample([64, 96, 128, 160, 256], lambda dim: dim in (64, 128)))
@@ -158,9 +245,14 @@ def test_reasons():
         (replace(problem(100), rows_on_16_bytes=True), "multiples of 8"),
         (problem(128, 64), "equal head dims"),
         (problem(dtype=torch.float32), "got torch.float32"),
-        (problem(bias=meta(1000, 1000)), "table of queries and keys, got bias"),
-        (problem(bias=meta(1000, 1000), bias_gradient=True), "no gradient of a bias"),
-        (problem(mask=meta(1000, 1000, dtype=torch.bool)), "table of queries and keys, got tensor"),
+        (problem(bias=meta(1000, 1001)[:, 1:]), "table of queries and keys, a float16 or bfloat16 one"),
+        (problem(bias=meta(1000, 1001)[:, 1:], bias_gradient=True), "has the gradient of a bias of"),
+        (problem(bias=meta(1, 1000), bias_gradient=True), "has the gradient of a bias of"),
+        (problem(bias=pairs(dtype=torch.bfloat16), bias_gradient=True, softcap=2.0), "softcap"),
+        (problem(mask=meta(1000, 1000, dtype=torch.bool)), "rows that start on 16 bytes"),
+        (problem(mask=mods.from_tensor(pairs()) & mods.from_tensor(pairs(4))), "at most one table"),
+        (problem(mask=pairs(), deterministic=True), "deterministic=False"),
+        (problem(96, mask=pairs()), "head dims 64 and 128"),
     ):
         assert any(words in why for why in plan.against(SPEC.name, p, DEVICE))
         assert plan.against("triton_backward", p, DEVICE) == []
@@ -169,6 +261,21 @@ def test_reasons():
         options["softcap"] = 2.0
         assert plan.against(SPEC.name, problem(**options), DEVICE) == []
     assert any("8.0" in why for why in plan.against(SPEC.name, problem(), ARCHITECTURES[80]))
+
+
+def test_what_no_gpu_has_run(monkeypatch):
+    """It is refused in words, and one block makes all query heads of a key head."""
+    monkeypatch.delenv("SARTOR_PENDING")
+    bias = pairs(4, dtype=torch.bfloat16)
+    for options, words in (
+        ({"mask": pairs()}, "bool tensors"), ({"bias": bias}, "biases"), ({"bias": meta(4, 1, 1000)}, "bury a row"),
+        ({"bias": bias, "bias_gradient": True}, "gradient of a bias"),
+    ):  # fmt: skip
+        why = plan.against(SPEC.name, problem(**options), DEVICE)
+        assert why
+        assert all("no GPU has run" in sentence for sentence in why)
+        assert any(words in sentence for sentence in why)
+    assert parts(problem(heads=(32, 1))) == 1
 
 
 @pytest.mark.parametrize(
@@ -180,9 +287,17 @@ def test_reasons():
         ({"softcap": 2.0}, "hopper_backward"),
         ({"softcap": 2.0, "dtype": torch.float32}, "fp32_backward"),
         ({"bias": meta(4, 1, 1)}, "hopper_backward"),
-        ({"bias": meta(4, 1, 1000)}, "triton_backward"),
-        ({"bias": meta(1000, 1000)}, "triton_backward"),
+        ({"score": DISTANCES}, "hopper_backward"),
+        ({"score": DISTANCES, "mask": pairs(4)}, "hopper_backward"),
+        ({"score": DISTANCES, "table_gradients": (0,)}, "triton_backward"),
+        ({"bias": meta(4, 1, 1000)}, "hopper_backward"),
+        ({"bias": pairs(4, dtype=torch.bfloat16)}, "hopper_backward"),
+        ({"bias": pairs(4, dtype=torch.float32)}, "triton_backward"),
+        ({"bias": pairs(4, dtype=torch.bfloat16), "bias_gradient": True, "causal": True}, "hopper_backward"),
+        ({"bias": pairs(4, dtype=torch.float16), "mask": pairs(2, 1), "causal": True}, "hopper_backward"),
+        ({"bias": meta(1000, 1001)[:, 1:]}, "triton_backward"),
         ({"mask": meta(1000, 1000, dtype=torch.bool)}, "triton_backward"),
+        ({"mask": pairs(4)}, "hopper_backward"),
         ({"mask": meta(1000, dtype=torch.bool)}, "hopper_backward"),
         (from_tables("documents"), "hopper_backward"),
         (from_tables("packed"), "hopper_backward"),
@@ -215,15 +330,14 @@ def test_tile(name, dtype, dim):
     assert spec.shared_bytes(Plan(spec, p, DEVICE, tile, "test")) <= launch.smem_limit(DEVICE)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_repairs(causal):
-    """Marked tiles are computed again by the portable kernel, where there is a mask; nothing else of it is launched."""
-    p = problem(causal=causal)
+def test_repairs():
+    """Marked tiles are computed again by the portable kernel; nothing else of it is launched."""
+    p = problem(causal=True)
     q = meta(2, 1000, 4, 128)
-    x, saved = Operands(q, q, q, aux=(0,) if causal else ()), Saved(q, meta(2, 4, 1000, dtype=torch.float32), q, None)
+    x, saved = Operands(q, q, q, aux=(0,)), Saved(q, meta(2, 4, 1000, dtype=torch.float32), q, None)
     (tile,) = SPEC.tiles(p, DEVICE)
     steps = SPEC.repairs(Plan(SPEC, p, DEVICE, tile, "test"), x, saved, SPEC.workspace(p, x, saved))
-    assert [step.name for step in steps] == (["dkdv repair", "dq repair"] if causal else [])
+    assert [step.name for step in steps] == ["dkdv repair", "dq repair"]
 
 
 @pytest.mark.parametrize("case", ["dense", "of a sum", "a column more", "heads outermost"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sartor
-from sartor import nvrtc, ops
+from sartor import nvrtc, ops, plan
 from sartor.device import ARCHITECTURES, Device
 from sartor.kernels.cuda import host, pairs, params
 from sartor.kernels.cuda.row import Row
@@ -30,9 +30,11 @@ pytestmark = pytest.mark.skipif(not launch.available(), reason="needs Triton, wh
 
 
 @pytest.fixture
-def launches(monkeypatch) -> dict[str, dict[str, Any]]:
+def launches(monkeypatch) -> Iterator[dict[str, dict[str, Any]]]:
     """The arguments of each kernel's launch by name, after a call. A tensor map is the address that it is of."""
     found: dict[str, dict[str, Any]] = {}
+    monkeypatch.setenv("SARTOR_PENDING", "1")
+    plan.choose_backward.cache_clear()
 
     def record(kernel, grid, values):
         found[kernel.name] = kernel.fixed | values
@@ -54,7 +56,8 @@ def launches(monkeypatch) -> dict[str, dict[str, Any]]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(ops, "PREPARED", Recent(2048))
-    return found
+    yield found
+    plan.choose_backward.cache_clear()
 
 
 def inputs(dtype: torch.dtype, dim: int = 64) -> Iterator[torch.Tensor]:
@@ -126,6 +129,46 @@ def test_backward(launches, softcap, deterministic):
     if not deterministic:
         given = launches["round_dq"]
         assert contains(given, lengths | places(dq=dq) | strides("dq", dq) | {"scale": SCALE, "sums": sweep["sums"]})
+        given = launches["round_parts"]
+        assert contains(given, places(dk=dk, dv=dv) | strides("dk", dk) | strides("dv", dv) | {"scale": SCALE})
+        assert contains(given, {"heads_kv": 3, "seqlen_kv": 90, "parts": 2, "marks": sweep["marks"]})
+        assert contains(sweep, {"parts": 2, "partial": given["partial"]})
+
+
+@pytest.mark.parametrize("keys", [90, 1])
+def test_backward_of_a_bias(launches, keys):
+    """What rows that it may bury need; and that of pairs of queries and keys comes by a map."""
+    q, k, v = inputs(torch.bfloat16)
+    sinks, bias = torch.zeros(6), torch.zeros(6, 70, 96, dtype=torch.bfloat16)[..., :keys]
+    out = sartor.attention(q, k, v, softmax_scale=SCALE, bias=bias, sinks=sinks)
+    torch.autograd.grad(out, (q, k, v), out)
+    rows = {"total": 2 * 6 * 80}  # of each head's 80 where there are 70
+    given, sweep, before = launches["find_highest"], launches["hopper_backward"], launches["preprocess"]
+    assert contains(given, LENGTHS | rows | strides("q", q) | strides("k", k) | places(q=q, k=k, sinks=sinks, a0=bias))
+    assert contains(given, {"scale": SCALE, "lse": before["lse"]})
+    assert contains(sweep, {"lse": given["log2_sum"], "gain": given["gain"], "rows": rows["total"], "factor": LOG2_E})
+    assert ("added" in sweep) == (keys == 90)
+    if keys == 90:
+        assert int.from_bytes(sweep["added"][:8], "little") == bias.data_ptr()
+    addresses = [sweep[name] for name in ("lse", "delta", "gain", "sums")] + [before["lse_log2"]]
+    assert len(set(addresses)) == len(addresses)
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (2, 1), (1, 6)])
+def test_backward_to_a_bias(launches, shape):
+    """Its gradient is stored by a map, or added up where it is broadcast: there its strides are 0."""
+    q, k, v = inputs(torch.bfloat16)
+    whole = torch.zeros(*shape, 70, 96, dtype=torch.bfloat16, requires_grad=True)
+    out = sartor.attention(q, k, v, bias=whole[..., :90])
+    (made,) = torch.autograd.grad(out, whole, out)
+    assert made.shape == whole.shape
+    sweep = launches["hopper_backward"]
+    assert contains(sweep, {"by_item": int(shape[0] > 1), "by_head": int(shape[1] > 1)})
+    if shape == (2, 6):
+        assert sweep["dadded"] != sweep["added"]
+    else:
+        item, head = (70 * 96 * n if size > 1 else 0 for n, size in zip((shape[1], 1), shape, strict=True))
+        assert contains(sweep, {"dsums_batch": item, "dsums_head": head, "dsums_row": 96})
 
 
 @pytest.mark.parametrize("dims", [(192, 192), (192, 128)])

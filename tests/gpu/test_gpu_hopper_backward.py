@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import buried
 import dialects
 import documents
 import sartor
@@ -127,6 +128,138 @@ def test_tokens_past_the_last_sequence(dim, value):
         assert (x - y)[:, :300].norm() <= 2 * torch.finfo(BF16).eps * y.norm()
 
 
+ONE_SWEEP = [(64, BF16), (128, BF16), (128, FP16)]
+
+
+def seen(*shape, share=0.6):
+    """A bool tensor in rows of a multiple of 16 keys, of which the last few are cut off."""
+    whole = torch.rand(*shape[:-1], -(-shape[-1] // 16) * 16, device="cuda") < share
+    return whole[..., : shape[-1]]
+
+
+SEEN = {
+    "all alike": lambda b, h, q, kv: {"mask": seen(q, kv)},
+    "by head": lambda b, h, q, kv: {"mask": seen(h, q, kv), "causal": True},
+    "by item": lambda b, h, q, kv: {"mask": seen(b, 1, q, kv), "alibi_slopes": torch.rand(h, device="cuda")},
+    "each": lambda b, h, q, kv: {"mask": seen(b, h, q, kv), "window": (200, 50)},
+    "rows without keys": lambda b, h, q, kv: {"mask": seen(q, kv, share=0.002), "softcap": 2.0},
+    "documents": lambda b, h, q, kv: {
+        "mask": documents.masks(q, kv, "cuda")["causal documents"]["mask"] & mods.from_tensor(seen(q, kv))
+    },
+}
+
+
+@pytest.mark.parametrize(("dim", "dtype"), ONE_SWEEP, ids=str)
+@pytest.mark.parametrize("name", SEEN)
+def test_bool_tensors(name, dim, dtype):
+    for sq, skv in ((600, 700), (1, 300), (300, 17), (129, 1000)):
+        check(*inputs(sq=sq, skv=skv, d=dim, dtype=dtype), **SEEN[name](2, 4, sq, skv))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_a_bool_tensor_hides_reaches_nothing(dim, name, value):
+    q, k, v = inputs(sq=300, skv=300, d=dim)
+    mask = seen(300, 300)
+    mask[100:200], mask[:, 100:200] = False, False
+    dout = testing.make_like(q)
+    clean = gradients(q, k, v, dout, mask=mask)[:3]
+    {"q": q, "k": k, "v": v, "dout": dout}[name][:, 100:200] = value
+    for x, y in zip(gradients(q, k, v, dout, mask=mask)[:3], clean, strict=True):
+        x, y = (torch.cat([t[:, :100], t[:, 200:]], 1) for t in (x, y))
+        assert (x - y).norm() <= 2 * torch.finfo(BF16).eps * y.norm()
+
+
+def added(*shape, dtype=BF16):
+    """A bias in rows of a multiple of 8 keys, of which the last few are cut off."""
+    return torch.randn(*shape[:-1], -(-shape[-1] // 8) * 8, device="cuda").to(dtype)[..., : shape[-1]]
+
+
+ADDED = {
+    "all alike": lambda b, h, q, kv: {"bias": added(q, kv)},
+    "by head": lambda b, h, q, kv: {"bias": added(h, q, kv), "causal": True},
+    "by item": lambda b, h, q, kv: {"bias": added(b, 1, q, kv, dtype=FP16), "window": (200, 50)},
+    "each": lambda b, h, q, kv: {"bias": added(b, h, q, kv), "mask": seen(b, 1, q, kv)},
+    "capped": lambda b, h, q, kv: {"bias": added(h, q, kv), "softcap": 2.0},
+    "documents": lambda b, h, q, kv: {"bias": added(q, kv), **documents.masks(q, kv, "cuda")["causal documents"]},
+}
+
+
+@pytest.mark.parametrize(("dim", "dtype"), ONE_SWEEP, ids=str)
+@pytest.mark.parametrize("name", ADDED)
+def test_bias_of_pairs(name, dim, dtype):
+    for sq, skv in ((600, 700), (1, 300), (300, 17), (129, 1000)):
+        check(*inputs(sq=sq, skv=skv, d=dim, dtype=dtype), **ADDED[name](2, 4, sq, skv))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dim", "dtype"), ONE_SWEEP, ids=str)
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1), (1, 1)], ids=["stored", "of items", "of heads", "of all"])
+def test_gradient_of_a_bias(shape, dim, dtype, causal):
+    """Stored where nothing is broadcast, else added up."""
+    for sq, skv in ((600, 700), (129, 1000), (300, 17)):
+        bias = added(*shape, sq, skv, dtype=dtype).requires_grad_()
+        check(*inputs(sq=sq, skv=skv, d=dim, dtype=dtype), bias=bias, causal=causal)
+
+
+def test_gradient_of_a_bias_of_another_dtype():
+    check(*inputs(), bias=added(2, 4, 600, 700, dtype=FP16).requires_grad_(), causal=True)
+
+
+def test_a_bias_that_is_expanded():
+    check(*inputs(), bias=added(1, 4, 600, 700).expand(2, 4, 600, 700).requires_grad_())
+    check(*inputs(), bias=added(2, 1, 600, 700).expand(2, 4, 600, 700))
+
+
+def test_what_is_hidden_has_no_gradient_of_a_bias():
+    q, k, v = inputs(sq=300, skv=300)
+    bias, dout = added(2, 4, 300, 300).requires_grad_(), testing.make_like(q)
+    v[:, 200:] = float("nan")
+    dbias = gradients(q, k, v, dout, bias=bias, causal=True).dbias
+    hidden = torch.ones(300, 300, dtype=torch.bool, device="cuda").triu(1)
+    assert not dbias[..., hidden].any()
+    assert dbias[..., :200, :].isfinite().all()
+
+
+@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), *WAYS.values()])
+def test_scores_that_index_a_table(dim, deterministic):
+    """As a bias of each head and distance; the table wants no gradient here."""
+    table = torch.randn(4, 1299, device="cuda")
+    score = mods.Score(lambda s, b, h, q, kv: s + table[h, q - kv + 699])
+    check(*inputs(d=dim), score=score, causal=True, deterministic=deterministic)
+
+
+BURIED = [(64, False, 176, FP16), (128, False, 176, BF16), (128, True, 1, BF16), (256, True, 1, BF16)]
+
+
+@pytest.mark.parametrize("extra", ["full", "causal", "sinks"])
+@pytest.mark.parametrize(("dim", "deterministic", "keys", "dtype"), BURIED, ids=str)
+def test_buried_rows(dim, deterministic, keys, dtype, extra):
+    """That a bias of pairs, or of queries alone, hides all keys from; also beside queries that are NaN."""
+    q, k, v = inputs(sq=150, skv=176, d=dim, dtype=dtype)
+    options = {"full": {}, "causal": {"causal": True}, "sinks": {"sinks": torch.randn(4, device="cuda") - 1e9}}[extra]
+    options, dout = options | {"deterministic": deterministic}, testing.make_like(q)
+    for low in buried.LOW:
+        options["bias"] = buried.bias(low, dtype, 150, 176, "cuda")[..., :keys]
+        found = gradients(q, k, v, dout, **options)
+        made = {name: getattr(found, name) for name in ("dq", "dk", "dv")}
+        buried.judge(made, q, k, v, dout, **options)
+    if extra == "causal":  # marked tiles are computed again, relative to the same
+        dout[:, 140:] = float("nan")
+        spoilt = gradients(q, k, v, dout, **options)
+        assert (spoilt.dq - found.dq)[:, :140].norm() <= 2 * torch.finfo(dtype).eps * found.dq.norm()
+
+
+def test_sinks_of_buried_rows():
+    q, k, v = inputs(sq=150, skv=176)
+    low = torch.finfo(BF16).min
+    bias, sinks = torch.full((2, 1, 150, 176), low, device="cuda", dtype=BF16), torch.full((4,), low, device="cuda")
+    dout = testing.make_like(q)
+    found = gradients(q, k, v, dout, bias=bias, sinks=sinks)
+    buried.judge({"dq": found.dq, "dsinks": found.dsinks}, q, k, v, dout, bias=bias, sinks=sinks)
+
+
 @pytest.mark.parametrize("tokens", [100, 3000, 300_000])
 def test_order_of_blocks(tokens):
     """Each once; those that step over most tiles first, by powers of two, neighbours in their order."""
@@ -176,6 +309,22 @@ def test_scores_of_float16(dim):
 def test_gradient_of_lse(dim, dtype):
     q, k, v = inputs(d=dim, dtype=dtype)
     check(q, k, v, dlse=torch.randn(2, 4, 600, device="cuda"), causal=True)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 2.0}], ids=str)
+def test_one_key_head(dim, options):
+    check(*inputs(hq=12, hkv=1, d=dim), **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_bits_of_one_key_head(dim):
+    """dk and dv have the same from run to run: what several blocks made is added up in order."""
+    q, k, v = inputs(hq=12, hkv=1, d=dim)
+    dout = testing.make_like(q)
+    first = gradients(q, k, v, dout)[1:3]
+    for _ in range(5):
+        assert all(map(torch.equal, gradients(q, k, v, dout)[1:3], first))
 
 
 def test_sinks():

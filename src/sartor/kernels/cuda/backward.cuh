@@ -20,6 +20,9 @@ struct Task {
   const Shape& n;
   const Aux& x;
   int batch, head, first;  // head: of the held operand
+#if HEAD_PARTS
+  int part = 0;            // of the query heads that share it, equally many each
+#endif
 #if SHARED_SPANS
   u32 spans = 0;           // where they are
 #endif
@@ -29,7 +32,17 @@ struct Task {
 
   static DEVICE Task number(int index, const Params& t, const Shape& n, const Aux& x) {
     const int heads = KEYS ? n.heads_kv : n.heads_kv * n.group, tiles = ceil_div(KEYS ? n.seqlen_kv : n.seqlen_q, 64 * GROUPS);
-#if ORDERED
+#if DADDED == 2
+    const int items = gridDim.x / (heads * tiles);  // those that share what they add to come first
+    int batch = 0, head = 0;
+    if (!t.by_item) batch = index % items, index /= items;
+    if (!t.by_head) head = index % heads, index /= heads;
+    const int tile = index % tiles;
+    index /= tiles;
+    if (t.by_head) head = index % heads, index /= heads;
+    if (t.by_item) batch = index;
+    return {t, n, x, batch, head, tile * 64 * GROUPS};
+#elif ORDERED
     const Place at = locate<true>(index, {heads, 1, 0, 0, t.blocks, t.blocks * heads, SECTION});
     const int found = t.order[t.blocks - 1 - at.tile];
     return {t, n, x, found / tiles, at.head, found % tiles * 64 * GROUPS};
@@ -39,20 +52,35 @@ struct Task {
 #else
     const int section = SECTION;
 #endif
+#if HEAD_PARTS
+    const Place at = locate<MASK != 0>(index, {heads * t.parts, 1, 0, 0, tiles, int(gridDim.x), section});
+    Task found = {t, n, x, at.batch, at.head / t.parts, (tiles - 1 - at.tile) * 64 * GROUPS};
+    found.part = at.head % t.parts;
+    return found;
+#else
     const Place at = locate<MASK != 0>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), section});
     const int tile = KEYS ? tiles - 1 - at.tile : at.tile;  // causal: the longest are the last queries, the first keys
     return {t, n, x, at.batch, at.head, tile * 64 * GROUPS};
+#endif
 #endif
   }
 
   DEVICE int heads_q() const { return n.heads_kv * n.group; }
   DEVICE int held() const { return KEYS ? n.seqlen_kv : n.seqlen_q; }
   DEVICE int stepped() const { return KEYS ? n.seqlen_q : n.seqlen_kv; }
+#if HEAD_PARTS
+  DEVICE int rounds() const { return n.group / t.parts; }
+  DEVICE int other(int g) const { return head * n.group + part * rounds() + g; }
+#else
   DEVICE int rounds() const { return KEYS ? n.group : 1; }
   // of the g-th round, in its batch: the head that is stepped over, the head of queries
   DEVICE int other(int g) const { return KEYS ? head * n.group + g : head / n.group; }
+#endif
   DEVICE int query_head(int g) const { return KEYS ? other(g) : head; }
   DEVICE i64 row(int g) const { return (i64(batch) * heads_q() + query_head(g)) * (ceil_div(n.seqlen_q, 16) * 16); }
+#if BURIES
+  DEVICE const float* high(int g) const { return t.gain + t.rows + row(g); }  // behind the gains
+#endif
   DEVICE int heads_held() const { return KEYS ? n.heads_kv : heads_q(); }
   DEVICE Span span(int at, int g) const {
 #if SHARED_SPANS

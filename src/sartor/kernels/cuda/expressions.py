@@ -34,13 +34,14 @@ _LIMITS = {"q": "imin(q, n.seqlen_q - 1)", "k": "imin(kv, n.seqlen_kv - 1)"}
 NUMBERS = {"n": "int", "f": "float"}
 
 
-def source(program: Program, near: tuple[int, ...] = (), half: bool = False) -> str:
-    """The generated text; an empty program has an empty Aux. `near` are the aux values that are brought near; `half`
-    says that scores are of 16-bit operands, for which a coarser tanh will do."""
+def source(program: Program, near: tuple[int, ...] = (), half: bool = False, tiles: bool = True) -> str:
+    """The generated text; an empty program has an empty Aux. `near` are the aux values that are brought near, by
+    `tiles` of `near.cuh` or in a kernel's own way; `half` says that scores are of 16-bit operands, for which a coarser
+    tanh will do."""
     fields = parameters(program)
     lines = ["struct Aux {", *(f"  {kind} {name};" for name, kind in fields.items()), "};"]
     lines += ["#define AUX_VALUES " + ", ".join(fields)]
-    lines += _near(program, near)
+    lines += _near(program, near) if tiles else _pair(program, near)
     position = "int b, int h, int q"
     rest = "const Aux& x, const Shape& n"
     calls = _SCORE_CALLS | ({"tanh": "tanh_half"} if half else {})
@@ -51,9 +52,9 @@ def source(program: Program, near: tuple[int, ...] = (), half: bool = False) -> 
         if program.score is not None:
             value = _text(program.score, program, own, calls)
             lines += [f"DEVICE float score(float s, {position}, int kv, {rest}{y}) {{ return {value}; }}"]
-    if program.score is not None:
-        taken = f"float s, {position}, int kv, {rest}, float& rise"
-        lines += [f"DEVICE float score_and_rise({taken}) {{", *_rise(program, calls), "}"]
+        if program.score is not None and (near or not y):
+            taken = f"float s, {position}, int kv, {rest}, float& rise{y}"
+            lines += [f"DEVICE float score_and_rise({taken}) {{", *_rise(program, calls, own), "}"]
     for name, at, spans in (("rows", "q", program.rows), ("cols", "kv", program.cols)):
         if spans is not None:
             values = ", ".join(f"{'narrow' if _is_wide(e, program) else 'int'}({_text(e, program)})" for e in spans)
@@ -92,7 +93,27 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
     ]
 
 
-def _rise(program: Program, calls: Mapping[str, str]) -> list[str]:
+def _pair(program: Program, near: tuple[int, ...]) -> list[str]:
+    """`Near`; where a query's keys begin in a bool tensor (`seen_row`); what takes the values that are at hand of it
+    (`put_seen`) and of a tensor of 16 bits (`put_added`)."""
+    seen, added = seen_and_added(program, near)
+    lines = [f"struct Near {{ {' '.join(f'{TYPES[program.aux[i].dtype]} a{i};' for i in near)} }};"]
+    if seen is not None:
+        row = " + ".join([f"x.a{seen}", *_steps(seen, program.aux[seen].pattern[:-1])])
+        lines += [f"DEVICE const bool* seen_row(int b, int h, int q, const Aux& x, const Shape& n) {{ return {row}; }}"]
+        lines += [f"DEVICE void put_seen(Near& y, bool value) {{ y.a{seen} = value; }}"]
+    if added is not None:
+        lines += [f"DEVICE void put_added(Near& y, u16 value) {{ y.a{added} = value; }}"]
+    return lines
+
+
+def seen_and_added(program: Program, near: tuple[int, ...]) -> tuple[int | None, int | None]:
+    """Among values that are near the one that is a bool tensor and the one of 16 bits."""
+    bools = [i for i in near if program.aux[i].dtype == "torch.bool"]
+    return next(iter(bools), None), next((i for i in near if i not in bools), None)
+
+
+def _rise(program: Program, calls: Mapping[str, str], near: tuple[int, ...]) -> list[str]:
     """Statements: the score, and its derivative in `rise`. What both are made of is made once: compilers see no
     equality in what is written in PTX."""
     assert program.score is not None
@@ -101,9 +122,9 @@ def _rise(program: Program, calls: Mapping[str, str]) -> list[str]:
     lines = []
     for e in reversed([*program.score.nodes(), *program.dscore.nodes()]):  # the inner ones first
         if e.op == "tanh" and e.text() not in known:
-            lines += [f"  const float t{len(known)} = {_text(e, program, (), calls, known)};"]
+            lines += [f"  const float t{len(known)} = {_text(e, program, near, calls, known)};"]
             known[e.text()] = f"t{len(known)}"
-    rise, value = (_text(e, program, (), calls, known) for e in (program.dscore, program.score))
+    rise, value = (_text(e, program, near, calls, known) for e in (program.dscore, program.score))
     return [*lines, f"  rise = {rise};", f"  return {value};"]
 
 

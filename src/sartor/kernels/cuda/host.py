@@ -76,7 +76,7 @@ def _built(
     text = "\n".join([
         *(f'#include "{shelf}"' for shelf in SHELVES if shelf in includes),
         *(f"#define {name} {value}" for name, value in defines),
-        expressions.source(program, near, half=half),
+        expressions.source(program, near, half=half, tiles="cuda/near.cuh" in includes),
         wgmma.wrappers(widths, dtype),
         main.source(),
         *(kernel.macros() for kernel in (expressions.passed(main, program), *others)),

@@ -11,6 +11,7 @@ from sartor.problem import Problem
 CAPABILITY, TARGET = 90, "sm_90a"
 ROWS = 64  # of a warpgroup's product
 WARPGROUP = 128  # threads
+SMS = 132  # of an H100 SXM and an H200
 SHARED_BYTES = 227 << 10  # that a block may take
 build = partial(host.build, TARGET)
 

@@ -19,9 +19,11 @@
 //
 // The config, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
 // swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its
-// own), MASK, SHARED_SPANS, ORDERED, PERSISTENT, SECTIONED (cuda/backward.cuh), SCORE (of scores: 0 no change, 1 one whose
-// derivative is 1, 2 any), BF16; PREPROCESS (whether `preprocess` is in this text too) and for it WIDE (whether out has
-// float32).
+// own), MASK, SHARED_SPANS, ORDERED, PERSISTENT, SECTIONED, HEAD_PARTS (cuda/backward.cuh; hopper/parts.cuh), SCORE (of
+// scores: 0 no change, 1 one whose derivative is 1, 2 any), SEEN (hopper/seen.cuh: the mask reads a bool tensor; 2: and
+// nothing else), ADDED (the score reads a tensor of 16 bits for every pair), DADDED (hopper/dbias.cuh: its gradient is 1
+// stored, 2 added up), BURIES (hopper/buried.cuh), BF16; PREPROCESS (whether `preprocess` is in this text too) and for it
+// WIDE (whether out has float32).
 #pragma once
 #include "cuda/gradient.cuh"
 #include "cuda/wgmma.cuh"
@@ -36,13 +38,17 @@ constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = G
 constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, of a warpgroup and of a warp
 constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's last three products, not the second
 
-// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, dS of two tiles (FUSED), of each stage lse
-// and delta of its rows (KEYS), intervals of the held rows (SHARED_SPANS), barriers, room to begin on 1024
+// ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, dS of two tiles (FUSED), a tile of a 16-bit
+// tensor (ADDED) and a tile of a bool one (SEEN), of each stage lse, delta and highest scores (BURIES) of its rows (KEYS)
+// and bits (SEEN), intervals of the held rows (SHARED_SPANS), barriers, room to begin on 1024
 using DsTile = Staged<64 * GROUPS, BLOCK, 64>;  // dS, queries by keys: a chunk a warpgroup
 constexpr int AT_STAGES = HELD * GROUPS * Held::bytes, STAGE_BYTES = (2 - APART) * Tile::bytes;
 constexpr int AT_Y = AT_STAGES + STAGES * STAGE_BYTES;  // APART
 constexpr int AT_DS = AT_Y + APART * Tile::bytes;
-constexpr int AT_ROWS = AT_DS + FUSED * 2 * DsTile::bytes, DELTA = 4 * BLOCK, ROWS_BYTES = KEYS ? 8 * BLOCK : 0;
+constexpr int AT_ADDED = AT_DS + FUSED * 2 * DsTile::bytes, AT_RAW = AT_ADDED + ADDED * DsTile::bytes;
+constexpr int RAW_BYTES = (SEEN > 0) * BLOCK * 64 * GROUPS;
+constexpr int AT_ROWS = AT_RAW + RAW_BYTES, DELTA = 4 * BLOCK, HIGH = 8 * BLOCK, BITS = (8 + 4 * BURIES) * BLOCK;
+constexpr int ROWS_BYTES = (KEYS ? (8 + 4 * BURIES) * BLOCK : 0) + RAW_BYTES / 8;
 constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + SHARED_SPANS * (1 + PERSISTENT) * (16 * 64 * GROUPS + 16 * PERSISTENT);
 #if SHARED_SPANS
 constexpr int AT_SPANS = AT_ROWS + STAGES * ROWS_BYTES;
@@ -52,8 +58,11 @@ static_assert(AT_SPANS == OFFSET_SPANS);
 constexpr int AT_JOBS_END = AT_BARRIERS + 16 * (5 + STAGES);  // of the barriers of `jobs`
 #endif
 static_assert(AT_STAGES == OFFSET_STAGES && AT_Y == OFFSET_Y && AT_DS == OFFSET_DS && AT_ROWS == OFFSET_ROWS);
+static_assert(AT_ADDED == OFFSET_ADDED && AT_RAW == OFFSET_RAW);
+static_assert(!DADDED || (ADDED && !SEEN && !RISES));
+static_assert((!SEEN || MASK == 2) && (!(SEEN || ADDED) || (FUSED && !PERSISTENT)));
 static_assert(AT_BARRIERS == OFFSET_BARRIERS);
-static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + 2 * PERSISTENT : APART)) + 1024);
+static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + 2 * PERSISTENT : APART) + ADDED) + 1024);
 
 struct Rings {
 #if PERSISTENT
@@ -66,6 +75,9 @@ struct Rings {
 #if APART
   Ring<1> y{ds.bars};  // in their place
 #endif
+#if ADDED
+  Ring<1> added{ds.bars + 32};
+#endif
   DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(base + AT_BARRIERS + 16), ds(tiles.bars + 16 * STAGES) {}
   DEVICE void init() const {  // by one thread; a stage is full when its two tiles and what goes with its rows are there
 #if PERSISTENT
@@ -74,17 +86,34 @@ struct Rings {
 #else
     barrier_init(held, HELD * GROUPS);
 #endif
-    tiles.init(4 * GROUPS, 2 - APART + KEYS * (1 + DX));
+    tiles.init(4 * GROUPS, 2 - APART + KEYS * (1 + DX) + (SEEN > 0));
 #if APART
     y.init(4 * GROUPS);
 #endif
-    if (FUSED) ds.init(4 * GROUPS, 4 * GROUPS);
+    if (FUSED) ds.init(4 * GROUPS + (DADDED > 0), 4 * GROUPS);
+#if ADDED
+    added.init(4 * GROUPS);
+#endif
     barrier_publish();
   }
 };
 
 #include "cuda/backward.cuh"
 #include "cuda/dropout.cuh"
+#if SEEN
+#include "hopper/seen.cuh"
+#endif
+#if DADDED
+#include "hopper/dbias.cuh"
+#endif
+#if HEAD_PARTS
+static_assert(FUSED && !PERSISTENT && !ORDERED && DADDED < 2);
+// A thread's share of a warpgroup's sums, as it has them: threads side by side
+DEVICE void store_sums(const float (&sum)[DIM / 2], float* to) {
+  UNROLL for (int i = 0; i < DIM / 8; i++)
+    *reinterpret_cast<float4*>(to + 512 * i) = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+}
+#endif
 
 // ---- producer: one warp loads tiles by TMA, others bring lse and delta
 DEVICE void load(u32 base, Task task) {  // one warp; its first thread starts the loads
@@ -121,10 +150,21 @@ DEVICE void load(u32 base, Task task) {  // one warp; its first thread starts th
     if (lead) Tile::load(base + AT_Y, &t.y, rings.y.full(), EVICT_LAST, BLOCK * j, head, task.batch);
     rings.y.next();
 #endif
+#if ADDED
+    rings.added.await_empty();
+    if (lead) {
+      barrier_expect(rings.added.full(), DsTile::bytes);
+      UNROLL for (int i = 0; i < GROUPS; i++)
+        tma_load(base + AT_ADDED + i * DsTile::chunk_bytes, &t.added, rings.added.full(), EVICT_LAST, task.first + 64 * i,
+                 BLOCK * j, head * t.by_head, task.batch * t.by_item);
+    }
+    rings.added.next();
+#endif
   });
 }
 
-// A warp brings a number for each query of a tile, `past` for those past the end: lse = +inf makes their weights 0
+// A warp brings a number for each query of a tile, `past` for those past the end: lse = +inf makes their weights 0. With
+// BURIES the one that brings lse also brings what weights are relative to
 DEVICE void bring_rows(u32 base, Task task, const float* from, float past, u32 place) {
   constexpr int EACH = ceil_div(BLOCK, 32);
   const int lane = threadIdx.x & 31;
@@ -135,17 +175,28 @@ DEVICE void bring_rows(u32 base, Task task, const float* from, float past, u32 p
   task.walk(Nothing{}, [&, rings](int g, int j) mutable {
     const float* of_head = from + task.row(g);
     float x[EACH];
+#if BURIES
+    float high[EACH];
+#endif
     UNROLL for (int i = 0; i < EACH; i++) {
       const int at = BLOCK * j + lane + 32 * i;
       x[i] = at < task.stepped() ? of_head[at] : past;
 #if DROPOUT
       x[i] *= by;
 #endif
+#if BURIES
+      if (place == 0) high[i] = at < task.stepped() ? task.high(g)[at] : 0.f;
+#endif
     }
     rings.tiles.await_empty();
     const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + place + 4 * lane;
     UNROLL for (int i = 0; i < EACH; i++)
-      if (lane + 32 * i < BLOCK) shared_store(to + 128 * i, __float_as_int(x[i]));
+      if (lane + 32 * i < BLOCK) {
+        shared_store(to + 128 * i, __float_as_int(x[i]));
+#if BURIES
+        if (place == 0) shared_store(to + HIGH + 128 * i, __float_as_int(high[i]));
+#endif
+      }
     __syncwarp();
     if (lane == 0) barrier_arrive(rings.tiles.full());
     rings.tiles.next();
@@ -159,6 +210,9 @@ struct Consumer : Worker {
   float lse[2], delta[2];          // of held queries
 #if DROPOUT
   Stay<BLOCK, KEYS> stay;
+#endif
+#if BURIES
+  float high[2];  // scores that their weights are relative to
 #endif
 #if FUSED
   Ring<2> ds;         // of the tile before; `rings` has those of the next one to write
@@ -175,7 +229,8 @@ struct Consumer : Worker {
 
   DEVICE u32 held_at() const { return base + HELD * group * Held::bytes; }
   DEVICE u32 stage_at() const { return base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES; }
-  DEVICE u32 rows_at() const { return base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + 8 * (lane & 3); }
+  DEVICE u32 rows_at_first() const { return base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES; }
+  DEVICE u32 rows_at() const { return rows_at_first() + 8 * (lane & 3); }
   template <class R> DEVICE void done(R& ring) {
     __syncwarp();  // all lanes have read what goes with its rows
     if (lane == 0) barrier_arrive(ring.empty());
@@ -205,7 +260,16 @@ struct Consumer : Worker {
   // Scaled scores as the score function has them, and its derivatives, in the place of what they will be multiplied with
   DEVICE void apply_score(int j, int g) {
     const int first = BLOCK * j + 2 * (lane & 3), head = task.query_head(g);
+#if ADDED
+    u32 added[4];  // what is added to scores of 16 stepped rows: pairs, as scores lie
+    const int unit = (threadIdx.x >> 5 & 3) * 2 + (lane >> 3 & 1) ^ (lane & 7);
+    const u32 at = base + AT_ADDED + group * DsTile::chunk_bytes + ((lane >> 4) * 8 + (lane & 7)) * DsTile::row_bytes + 16 * unit;
+    rings.added.await_full();
+#endif
     UNROLL for (int i = 0; i < BLOCK / 8; i++) {
+#if ADDED
+      if (i % 2 == 0) load_matrix_across(added, at + 8 * i * DsTile::row_bytes);
+#endif
       const int stepped = opaque(first) + 8 * i;  // in this order: what is made for all pairs at once would be held
       UNROLL for (int r = 0; r < 2; r++) {
         const int held = this->first() + row + 8 * r;
@@ -213,7 +277,13 @@ struct Consumer : Worker {
         UNROLL for (int e = 0; e < 2; e++) {
           const int q = KEYS ? stepped + e : held, kv = KEYS ? held : stepped + e;
           float& to = s[4 * i + 2 * r + e];
+#if ADDED
+          Near y;
+          put_added(y, u16(added[i % 2 * 2 + r] >> 16 * e));
+          to = score_and_rise(to * scale, task.batch, head, q, kv, task.x, task.n, rise[e], y);
+#else
           to = score_and_rise(to * scale, task.batch, head, q, kv, task.x, task.n, rise[e]);
+#endif
         }
         if (RISES) b[2 * i + r] = Half::pack(rise[0], rise[1]);
       }
@@ -225,9 +295,16 @@ struct Consumer : Worker {
     UNROLL for (int i = 0; i < BLOCK / 8; i++) {
       float column[2];
       if (KEYS) read_two(column, at + 32 * i);
+#if BURIES
+      float top[2];
+      if (KEYS) read_two(top, at + HIGH + 32 * i);
+#endif
       UNROLL for (int r = 0; r < 2; r++)
         UNROLL for (int e = 0; e < 2; e++) {
           float& w = s[4 * i + 2 * r + e];
+#if BURIES
+          w -= KEYS ? top[e] : high[r];
+#endif
           w = power2(-larger(fmaf(-w, factor, KEYS ? column[e] : lse[r]), 0.f));
         }
     }
@@ -247,6 +324,7 @@ struct Consumer : Worker {
 #endif
         float low = s[at] * (dp[at] - (KEYS ? column[0] : delta[r]));
         float high = s[at + 1] * (dp[at + 1] - (KEYS ? column[1] : delta[r]));
+        if (DADDED && MASK) low = s[at] == 0.f ? 0.f : low, high = s[at + 1] == 0.f ? 0.f : high;  // hidden, whatever dp is
         if (RISES) low *= Half::widen(u16(b[2 * i + r])), high *= Half::widen(u16(b[2 * i + r] >> 16));
         a[2 * i + r] = Half::pack(s[at], s[at + 1]), b[2 * i + r] = Half::pack(low, high);
 #if DROPOUT
@@ -256,6 +334,26 @@ struct Consumer : Worker {
     }
   }
 
+#if SEEN
+  DEVICE void hide_unseen(int j, int g) {  // weights of pairs that the mask leaves out
+    u32 seen[2][BLOCK / 32];  // a bit for each stepped row
+    UNROLL for (int r = 0; r < 2; r++) read_bits(seen[r], rows_at_first() + BITS, 64 * group + row + 8 * r);
+    const int first = BLOCK * j + 2 * (lane & 3), head = task.query_head(g);
+    UNROLL for (int i = 0; i < BLOCK / 8; i++) {
+      const int query = opaque(first) + 8 * i;
+      UNROLL for (int r = 0; r < 2; r++)
+        UNROLL for (int e = 0; e < 2; e++) {
+          bool kept = seen[r][i / 4] >> (8 * (i % 4) + e) & 1;
+#if SEEN == 1
+          Near y;
+          put_seen(y, kept);
+          kept = keep(task.batch, head, query + e, this->first() + row + 8 * r, task.x, task.n, y);
+#endif
+          if (!kept) s[4 * i + 2 * r + e] = 0.f;
+        }
+    }
+  }
+#endif
 #if FUSED
   // ---- dq in the same sweep: dS through shared memory, its product with the held keys, sums in memory
   DEVICE u32 ds_at(const Ring<2>& ring) const { return base + AT_DS + ring.stage() * DsTile::bytes; }
@@ -317,7 +415,7 @@ struct Consumer : Worker {
     const int own = first() + (row & ~15);  // the first of the warp's rows
     stay.draw(read_seed(task.t.seed), task.t.steps, task.batch, task.query_head(g), own, j * (BLOCK / 16), lane);
 #endif
-#if MASK == 2
+#if MASK == 2 && !SEEN
     u32 kept[2];
     const bool pairs = partial && !whole(g);
     if (FUSED && pairs) look_at_every_pair<4>(kept, j, g);  // while they are multiplied, where registers allow it
@@ -329,12 +427,14 @@ struct Consumer : Worker {
 #endif
     weigh();
     // queries past the end have weights of 0, keys past it gradients; without a branch ptxas makes weights after the wait
-#if MASK == 2
+#if SEEN
+    hide_unseen(j, g);
+#elif MASK == 2
     if (!FUSED && pairs) look_at_every_pair<1>(kept, j, g);
     if (pairs) hide(s, kept);
     else
 #endif
-    if ((MASK || FUSED || (DX && DIM > 128)) && partial) mask(s, j, g);
+    if (!SEEN && (MASK || FUSED || (DX && DIM > 128)) && partial) mask(s, j, g);
     if (DX) {
       wgmma_wait<0>();
       pin(dp);
@@ -352,11 +452,17 @@ struct Consumer : Worker {
       weigh_tile(x, y, j, g, partial);
     } else {  // only the other warpgroup sees something; without any product ptxas would serialise all
       UNROLL for (int i = 0; i < BLOCK / 4; i++) a[i] = b[i] = 0;
+#if ADDED
+      rings.added.await_full();
+#endif
     }
 #if FUSED
     if (EARLY) multiply_keys();
 #endif
     if (DY) add_product(dy, a, y);
+#if ADDED
+    done(rings.added);  // here: a product of weights has waited until they were made, loads alone may still be under way
+#endif
 #if FUSED
     share_ds();
     if (!EARLY) multiply_keys();
@@ -377,6 +483,13 @@ struct Consumer : Worker {
   DEVICE void finish() {
     const Params& t = task.t;
     const int own = first() + row, end = task.held();
+#if HEAD_PARTS
+    const int tiles = ceil_div(end, 64 * GROUPS), tile = task.first / (64 * GROUPS);
+    const i64 flat = (i64(task.batch) * task.n.heads_kv + task.head) * tiles + tile;
+    float* to = t.partial + ((flat * t.parts + task.part) * GROUPS + group) * (2 * 64 * DIM) + 4 * (threadIdx.x & 127);
+    store_sums(dx, to), store_sums(dy, to + 64 * DIM);
+    return;
+#endif
     bool lost = false;
 #if DROPOUT
     const float by = t.stay_scale;
@@ -405,6 +518,12 @@ struct Consumer : Worker {
     if (!KEYS) read_held(lse, delta);
 #if DROPOUT
     if (!KEYS) delta[0] /= task.t.stay_scale, delta[1] /= task.t.stay_scale;
+#endif
+#if BURIES
+    UNROLL for (int r = 0; r < 2; r++) {
+      const int at = first() + row + 8 * r;
+      if (!KEYS) high[r] = at < task.held() ? task.high(0)[at] : 0.f;
+    }
 #endif
 #if PERSISTENT
     rings.held.await_full();
@@ -468,6 +587,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_
 #if PERSISTENT
     if (warp == 3) task.claim();
 #endif
+#if SEEN
+    if (warp == 3) bring_seen(base, task);
+#endif
+#if DADDED
+    if (warp == 3) keep_ds(base, task);
+#endif
   };
   specialize_warps<Rings>(base, bring, [&](int group) { Consumer(task, base, group).run(); });
 }
@@ -492,9 +617,15 @@ extern "C" __global__ void __launch_bounds__(128) round_dq(ROUND_DQ_PARAMETERS) 
 }
 #endif
 
+#if HEAD_PARTS
+#include "hopper/parts.cuh"
+#endif
 #if ORDERED
 #include "hopper/order.cuh"
 #endif
 #if PREPROCESS
 #include "hopper/preprocess.cuh"
+#if BURIES
+#include "hopper/buried.cuh"
+#endif
 #endif

@@ -60,7 +60,11 @@ def padded_rows(p: Problem) -> int:
 
 def rows(room: Room, space: torch.Tensor, name: str, p: Problem) -> torch.Tensor:
     """A float32 a row of the workspace, as (b, hq, sq)."""
-    flat = room.view(space, name)[: padded_rows(p)]
+    return heads(room.view(space, name)[: padded_rows(p)], p)
+
+
+def heads(flat: torch.Tensor, p: Problem) -> torch.Tensor:
+    """The same of a buffer of its own."""
     return flat.view(p.batch, p.heads_q, -(-p.seqlen_q // 16) * 16)[..., : p.seqlen_q]
 
 
