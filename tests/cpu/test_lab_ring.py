@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from sartor.distributed.machine import CPU as CPU_MACHINE
+from sartor.distributed.machine import H200
 from sartor.distributed.ring import Ring
 from sartor.distributed.sharding import Sharding
 from sartor.lab.measure import overlap, records, scaling
 from sartor.lab.show import report, views
+from sartor.lab.workloads import suites
 
+ROOT = suites.checkout()
 CPU = torch.device("cpu")
 RANK = overlap.Plan(tokens=64, ranks=4, heads=(4, 2), dim=8, dtype="float32", rounds=2)
 STEPS = scaling.Plan(
@@ -95,3 +100,20 @@ def test_tables_and_pictures_of_the_forecast(measured: Path) -> None:
     assert "| ring, own | 4 on 2 | 64 | 64 | 51% |" in report.render("cpu/scaling/blocks", measured)
     (file,) = views.drawn(records.read(measured / "cpu" / "scaling.jsonl"), measured, views.ALONE["scaling"])
     assert file.name == "scaling-forecast.png"
+
+
+@pytest.mark.skipif(ROOT is None, reason="needs a checkout")
+def test_the_built_in_machine_is_that_of_the_records() -> None:
+    found = records.latest(records.read(ROOT / "benchmarks" / "results" / "h200" / "paper.jsonl"))
+    made = scaling.machine(found, H200)
+    for ours, theirs in ((H200.forward, made.forward), (H200.backward, made.backward)):
+        assert [n for n, _ in ours] == [n for n, _ in theirs]
+        assert [rate for _, rate in ours] == pytest.approx([rate for _, rate in theirs], rel=1e-5)
+    assert {r.run_id for r in found if r.mode in ("fwd", "bwd")} == set(re.findall(r"\d{8}T\d{6}-\w{4}", H200.source))
+
+
+def test_few_rows_leave_a_device_idle() -> None:
+    full = CPU_MACHINE.rate(False, 512, 1, 2)
+    one = replace(CPU_MACHINE, rows=1000)
+    assert one.rate(False, 512, 250, 2) == full / 4
+    assert one.rate(False, 512, 4000, 2) == full

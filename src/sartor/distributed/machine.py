@@ -89,8 +89,8 @@ class Machine:
 H200 = Machine(
     "h200",
     ((512, 572.968), (1024, 627.736), (2048, 677.707), (4096, 707.996), (8192, 735.778), (16384, 752.818)),
-    ((512, 360.171), (1024, 478.377), (2048, 523.86), (4096, 574.332), (8192, 594.928), (16384, 596.098)),
-    "benchmarks/results/h200/paper.jsonl, runs 20261123T173650-6a6b (forward) and 20261122T182849-030f (backward);"
+    ((512, 361.834), (1024, 452.34), (2048, 520.539), (4096, 570.12), (8192, 591.447), (16384, 599.294)),
+    "benchmarks/results/h200/paper.jsonl, runs 20261123T173650-6a6b (forward) and 20261124T104540-bf3a (backward);"
     " links: 80 % of what their makers state",
     host_ranks=8, near=0.8 * 450e9, far=0.8 * 50e9, near_latency=10e-6, far_latency=20e-6, step=30e-6, memory=141e9,
     rows=132 * 128,

@@ -181,28 +181,33 @@ def measure(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
 
 def machine(records: list[Record], base: Machine) -> Machine:
     """A machine with the rates of the ring's steps and the host time of short ones; its links, and what else was not
-    measured, are those of `base`."""
-    found = [r for r in records if r.provider.startswith(f"{FAMILY}:ring:")]
+    measured, are those of `base`. Records of whole calls without a mask (suite `paper`) tell rates too."""
+    steps = [r for r in records if r.provider.startswith(f"{FAMILY}:ring:")]
+    plain = [r for r in records if (r.provider, r.mask, r.dim, r.dim_v) == ("sartor", "full", PLAN.dim, PLAN.dim)]
 
     def points(mode: str) -> Points:
         rates: dict[int, list[tuple[float, float]]] = {}  # TFLOP and ms, were all of the device busy
-        for r in found:
-            if r.mode == mode and r.counters and r.tflops and r.ms:
+        for r in steps or plain:
+            if r.mode == mode and r.tflops and r.ms:
                 rows = r.seqlen_q if mode == "fwd" else r.seqlen_kv
-                busy = min(1.0, rows * r.heads_q / base.rows)
-                rates.setdefault(round(r.counters["pairs"] / rows), []).append((r.tflops * r.ms, r.ms * busy))
+                busy = min(1.0, r.batch * rows * r.heads_q / base.rows)
+                rates.setdefault(round(seen(r) / rows), []).append((r.tflops * r.ms, r.ms * busy))
         return tuple((n, sum(x for x, _ in at) / sum(ms for _, ms in at)) for n, at in sorted(rates.items()))
 
-    host = [r.host_us * 1e-6 for r in found if r.host_us]
+    host = [r.host_us * 1e-6 for r in steps if r.host_us]
     return replace(base, forward=points("fwd"), backward=points("bwd"), step=median(host) if host else base.step)
 
 
+def seen(r: Record) -> float:
+    """Query-key pairs of a head that are seen."""
+    return r.counters["pairs"] if r.counters else r.workload.pairs
+
+
 def modelled(r: Record, machine: Machine) -> float:
-    """Seconds that the model gives the step of a record."""
-    assert r.counters is not None
+    """Seconds that the model gives what a record measured."""
     size = r.workload.torch_dtype.itemsize
-    work = choose.Work(1, r.heads_q, r.heads_kv, r.dim, r.dim_v, size, "", "", 1, 1, True, None, False, True)
-    return choose.compute(work, machine, r.mode == "bwd", 1, (r.counters["pairs"], r.seqlen_q, r.seqlen_kv))
+    work = choose.Work(r.batch, r.heads_q, r.heads_kv, r.dim, r.dim_v, size, "", "", 1, 1, True, None, False, True)
+    return choose.compute(work, machine, r.mode == "bwd", 1, (seen(r), r.seqlen_q, r.seqlen_kv))
 
 
 def main(results: Path, plan: Plan = PLAN) -> None:

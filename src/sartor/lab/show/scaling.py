@@ -14,6 +14,7 @@ from sartor.lab.measure import scaling
 from sartor.lab.measure.records import Record
 from sartor.lab.show import plots
 from sartor.lab.show.table import NONE, Table, number
+from sartor.lab.workloads.workload import Workload
 
 LENGTHS = {1 << 17: "128k", 1 << 20: "1M", 1 << 24: "16M"}  # tokens
 GPUS = tuple(1 << i for i in range(11))
@@ -31,16 +32,16 @@ class Point(NamedTuple):
     reason: str
 
 
-def work(r: Record, tokens: int, gpus: int, shares: int) -> Work:
-    """The problem of a record's model of heads and dims, causal, zigzag."""
+def work(r: Workload, tokens: int, gpus: int, shares: int) -> Work:
+    """Attention of such heads and dims, causal, zigzag."""
     text = Sharding.make("zigzag", tokens, gpus).text
-    size = r.workload.torch_dtype.itemsize
+    size = r.torch_dtype.itemsize
     return Work(
         1, r.heads_q, r.heads_kv, r.dim, r.dim_v, size, text, text, gpus, shares, True, None, False, True
     )  # fmt: skip
 
 
-def best(r: Record, machine: Machine, tokens: int, gpus: int) -> dict[str, tuple[Forecast, int]]:
+def best(r: Workload, machine: Machine, tokens: int, gpus: int) -> dict[str, tuple[Forecast, int]]:
     """The forecast of each method; of usp that of the best mesh."""
     found = {name: (f, 1) for name, f in forecasts(work(r, tokens, gpus, 1), machine).items()}
     meshes = [s for s in GPUS[1:] if s < gpus and r.heads_q % s == 0]
@@ -50,7 +51,7 @@ def best(r: Record, machine: Machine, tokens: int, gpus: int) -> dict[str, tuple
     return found
 
 
-def points(r: Record, machine: Machine, tokens: int) -> Iterator[tuple[int, dict[str, Point]]]:
+def points(r: Workload, machine: Machine, tokens: int) -> Iterator[tuple[int, dict[str, Point]]]:
     """Each number of GPUs with its methods."""
     alone = best(r, machine, tokens, 1)["ring"][0].seconds(True)
     for gpus in GPUS:
@@ -63,9 +64,10 @@ def points(r: Record, machine: Machine, tokens: int) -> Iterator[tuple[int, dict
         )
 
 
-def shown(records: list[Record]) -> tuple[Record, Machine]:
-    """A record of the ring, whose heads are those of the whole model, and the machine that the records make."""
-    return next(r for r in records if r.provider == f"{scaling.FAMILY}:ring:own"), scaling.machine(records, H200)
+def shown(records: list[Record]) -> tuple[Workload, Machine]:
+    """The model of language whose attention is spread, and the machine that the records make."""
+    p = scaling.PLAN
+    return Workload(1, *p.heads, 1, 1, p.dim, p.dim, p.dtype, "causal"), scaling.machine(records, H200)
 
 
 def forecast(records: list[Record]) -> Table:
@@ -114,10 +116,10 @@ def _cell(p: Point | None) -> str:
     return f"{time} / {p.efficiency:.0%}{mesh}"
 
 
-def _held(r: Record) -> int:
+def _held(r: Workload) -> int:
     """Bytes a token takes on a rank of the ring: q, out and dout, k and v with three blocks of others' keys, all in the
     inputs' dtype; in float32 dq, and dk and dv with two blocks of others'."""
-    size, queries, keys = r.workload.torch_dtype.itemsize, r.heads_q * r.dim, r.heads_kv * (r.dim + r.dim_v)
+    size, queries, keys = r.torch_dtype.itemsize, r.heads_q * r.dim, r.heads_kv * (r.dim + r.dim_v)
     return size * (3 * queries + 4 * keys) + 4 * (queries + 3 * keys)
 
 
@@ -125,19 +127,26 @@ def blocks(records: list[Record]) -> Table:
     """Measured steps beside the model's time for the same pairs."""
     _, machine = shown(records)
     headers = ["step", "heads", "queries", "keys", "seen", "forward ms", "model", "backward ms", "model"]
-    table = Table("One step of a rank, measured / by the model", headers, [])
+    table = Table("What a rank computes, measured and by the model", headers, [])
     rows: dict[Any, dict[str, Record]] = {}
     for r in records:
-        rows.setdefault((r.provider, r.heads_q, r.heads_kv, r.seqlen_q, r.seqlen_kv), {})[r.mode] = r
-    for (name, heads, shared, queries, keys), found in rows.items():
+        if r.base_provider == scaling.FAMILY or _whole(r):
+            rows.setdefault((r.provider, r.batch, r.heads_q, r.heads_kv, r.seqlen_q, r.seqlen_kv), {})[r.mode] = r
+    for (name, batch, heads, shared, queries, keys), found in rows.items():
         cells = []
         for mode in ("fwd", "bwd"):
             r = found[mode]
             cells += [number(r.ms), number(scaling.modelled(r, machine) * 1e3)]
-        seen = f"{(found['fwd'].counters or {})['fraction']:.0%}"
-        words = name.removeprefix(f"{scaling.FAMILY}:").replace(":", ", ")
-        table.rows.append([words, f"{heads} on {shared}", str(queries), str(keys), seen, *cells])
+        share = (found["fwd"].counters or {}).get("fraction", scaling.seen(found["fwd"]) / queries / keys)
+        words = name.removeprefix(f"{scaling.FAMILY}:").replace(":", ", ").replace("sartor", f"a call, batch {batch}")
+        table.rows.append([words, f"{heads} on {shared}", str(queries), str(keys), f"{share:.0%}", *cells])
     return table
+
+
+def _whole(r: Record) -> bool:
+    """Whether it is of a whole causal call, which a rank of "ulysses" makes."""
+    size = r.dim == r.dim_v == scaling.PLAN.dim and r.dtype == scaling.PLAN.dtype
+    return size and r.provider == "sartor" and r.mask == "causal" and r.mode in ("fwd", "bwd")
 
 
 def plot(records: list[Record], folder: Path) -> list[Path]:
