@@ -17,7 +17,7 @@ from sartor.lab.workloads.workload import MODES
 
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 VIEWS = (
-    "fwd", "bwd", "fwd_bwd", "decode", "graph", "memory", "accuracy", "errors", "host", "cost", "cost-fwd_bwd", "first",
+    "fwd", "bwd", "fwd_bwd", "decode", "graph", "memory", "accuracy", "errors", "host", "cost", "first",
     "visited", "changes", "ranks", "traffic", "steps", "overlap", "blocks", "forecast",
 )  # fmt: skip
 FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md", "docs/distributed.md")
@@ -27,10 +27,9 @@ def render(name: str, results: Path) -> str:
     """The text of a marker `DEVICE/SUITE/VIEW`; the ladder's views are `climb`, its sweeps, and a rung's number."""
     device, suite, view = _parse(name)
     found = store.latest(store.read(results / device / f"{suite}.jsonl"))
-    kind, _, mode = view.partition("-")
-    mode = "fwd" if view == "visited" else mode or view
+    mode = "fwd" if view == "visited" else view
     chosen = [r for r in found if r.mode != CEILINGS and (mode not in MODES or r.mode == mode)]
-    if kind == "cost":
+    if view == "cost":
         chosen = [r for r in chosen if r.skipped or tables.wall(r) is not None]
     if not chosen:
         return "No record yet.\n"
@@ -73,8 +72,8 @@ def _table(view: str, suite: str, chosen: list[Record], verified: tables.Verifie
         "blocks": lambda: scaling.blocks(chosen),
         "forecast": lambda: scaling.forecast(chosen),
     }
-    if view.partition("-")[0] in plain:
-        return plain[view.partition("-")[0]](), False
+    if view in plain:
+        return plain[view](), False
     if view == "first":
         return tables.first(chosen, verified), True
     if suite == "head-dims":
