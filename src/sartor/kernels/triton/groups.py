@@ -51,7 +51,7 @@ class Numbers(NamedTuple):
     scale: Any
     factor: Any  # of scores, in the exponent of 2
     aux: Any
-    dropout: Any = ()  # see dropout.py
+    dropout: Any = None  # see dropout.py
 
 
 class Config(NamedTuple):
