@@ -74,7 +74,7 @@ def test_tests_are_run_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_that_is_stopped_tells_what_was_done(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_tells_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is about all kernels is done first."""
     root = checkout()
     if root is None:
@@ -88,7 +88,8 @@ def test_a_run_that_is_stopped_tells_what_was_done(tmp_path: Path) -> None:
         "def test_late(i): time.sleep(60 if i else 0)\n"
         "def test_of_all(): pass\n"
     )
-    found = verify.run_tests(tmp_path, 12, marker="not gpu")
+    monkeypatch.setattr(verify, "find_spec", lambda name: None)  # processes of its own begin late on a busy machine
+    found = verify.run_tests(tmp_path, 30, marker="not gpu")
     assert found["passed"] == 2, found
     assert (found["failed"], found["open"]) == (0, ["hopper_forward"]), found
     assert found["not_done"] == 39
