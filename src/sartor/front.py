@@ -28,7 +28,7 @@ def attend(
     """out, in `layout`, or None of a call that goes the way of all others: whatever is wrong with it is said there."""
     if (
         watched() or q.__class__ not in PLAIN or not q.is_cpu or k.__class__ not in PLAIN or not k.is_cpu
-        or v.__class__ not in PLAIN or not v.is_cpu or causal.__class__ is not bool
+        or v.__class__ not in PLAIN or not v.is_cpu or causal.__class__ not in (bool, str)
     ):  # fmt: skip
         return None
     extras = None

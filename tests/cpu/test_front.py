@@ -17,6 +17,8 @@ TABLE = torch.randn(4, 11, generator=torch.Generator().manual_seed(0))
 PLAIN = {
     "full": {},
     "causal": {"causal": True},
+    "causal top left": {"causal": "top_left"},
+    "causal bottom right": {"causal": "bottom_right"},
     "window": {"window": (3, 0)},
     "slopes": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
     "bias": {"bias": torch.linspace(-1, 1, 9 * 11).view(9, 11)},
@@ -129,6 +131,7 @@ def test_rows_that_reach_no_key():
     ("good", "bad"),
     [
         ({"causal": True}, {"causal": 1}),
+        ({"causal": "top_left"}, {"causal": "left"}),
         ({"softmax_scale": 1.0}, {"softmax_scale": True}),
         ({"window": (1, 0)}, {"window": (True, 0)}),
         ({"softcap": 1.0}, {"softcap": True}),
