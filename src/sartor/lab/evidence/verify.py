@@ -33,6 +33,12 @@ LIMIT_S = 9.5 * 60  # unless told otherwise
 COMPARE_S = 180  # that fingerprints may take, where they say what is to be tested
 AFTER_TESTS_S = 120  # that accuracy and fingerprints may take, side by side
 STOP_AT = 20  # failures: what was not run by then is not known
+# What is started in a shell's background ignores Ctrl-C, and so would its children
+PYTEST = """
+import signal, sys, pytest
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 END_S = 40  # that pytest may take to write what was done, once it is stopped
 
 
@@ -115,7 +121,7 @@ def run_tests(
     A run over its limit is stopped: what was done counts, and the kernels of which a test was not done are `open`."""
     with tempfile.TemporaryDirectory() as folder:
         xml, planned = Path(folder) / "tests.xml", Path(folder) / "planned.json"
-        command = [sys.executable, "-m", "pytest", "-m", marker, "-q", f"--maxfail={STOP_AT}", f"--junitxml={xml}"]
+        command = [sys.executable, "-c", PYTEST, "-m", marker, "-q", f"--maxfail={STOP_AT}", f"--junitxml={xml}"]
         command += ["--kernels", ",".join(names)] if names else []
         command += ["--planned", str(planned)] if (root / "tests" / "conftest.py").is_file() else []
         if find_spec("xdist"):  # compiling takes most of the time, and it runs on the CPU
