@@ -196,8 +196,9 @@ def run(steps: Iterable[Launch], cache: dict[object, Any], key: object = None) -
                 step.kernel[(step.grid,)](**step.arguments)
         return
     wanted = [step for step in steps if step.grid]
-    compile_together([step for step in wanted if specialised(step) not in _COMPILED])
-    cache["ready", key] = tuple([_first(step) for step in wanted])
+    kinds = [specialised(step) for step in wanted]
+    compile_together([step for step, kind in zip(wanted, kinds, strict=True) if kind not in _COMPILED])
+    cache["ready", key] = tuple(map(_first, wanted, kinds))
 
 
 def compile_together(steps: Sequence[Launch]) -> None:
@@ -214,10 +215,9 @@ def compile_together(steps: Sequence[Launch]) -> None:
 _COMPILED = Recent(1024)  # by `specialised`: the compiled kernel, and a launch of it, if the driver may start it
 
 
-def _first(step: Launch) -> Ready:
-    """The first launch of a key. What was compiled for another, Triton looks up in a millisecond: it binds each
-    argument anew. Here the driver starts it if it is the same kernel."""
-    kind = specialised(step)
+def _first(step: Launch, kind: tuple[Any, ...]) -> Ready:
+    """The first launch of a key; `kind` is what it is `specialised` to. What was compiled for another, Triton looks up
+    in a millisecond: it binds each argument anew. Here the driver starts it if it is the same kernel."""
     compiled, known = _COMPILED.get(kind, (None, None))
     if known is not None and not direct.hooked():
         found = known.like(step.arguments, step.grid)
