@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -28,9 +29,8 @@ from sartor.distributed.ring import Ring
 from sartor.distributed.sharding import Sharding
 from sartor.distributed.transport import Pending, Transport
 from sartor.kernels.spec import Saved
-from sartor.lab.measure.records import Record, Run, Store, sm_clock_mhz
+from sartor.lab.measure.records import Record, Run, sm_clock_mhz, write
 from sartor.lab.measure.timing import orders, synchronize
-from sartor.lab.workloads.suites import checkout
 from sartor.lab.workloads.workload import Workload
 from sartor.problem import Call, wide
 
@@ -260,16 +260,10 @@ def fill(record: Record, samples: list[Sample], link: Link, plan: Plan) -> None:
             record.counters |= {f"{what} {i} begin": begin, f"{what} {i} end": end}
 
 
-def main(results: Path, plan: Plan = PLAN) -> None:
-    """Measure on the GPU if there is one, and write the records."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = Run.start(SUITE, device)
-    store = Store(results, run)
-    for record in measure(plan, device, run):
-        store.add([record])
-    store.close(replace=True)
+def main(results: Path | None = None, plan: Plan = PLAN) -> None:
+    """Measure, and write the records."""
+    write(SUITE, partial(measure, plan), results)
 
 
 if __name__ == "__main__":
-    root = checkout()
-    main(root / "benchmarks" / "results" if root else Path("results"))
+    main()

@@ -8,7 +8,7 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -259,3 +259,13 @@ def _triton_version() -> str:
         return version("triton")
     except PackageNotFoundError:
         return ""
+
+
+def write(suite: str, measure: Callable[[torch.device, Run], Iterable[Record]], results: Path | None = None) -> None:
+    """Measure on the GPU if there is one, and replace the suite's records, by default those of the checkout."""
+    device, root = torch.device("cuda" if torch.cuda.is_available() else "cpu"), checkout()
+    run = Run.start(suite, device)
+    store = Store(results or (root / "benchmarks" / "results" if root else Path("results")), run)
+    for record in measure(device, run):
+        store.add([record])
+    store.close(replace=True)

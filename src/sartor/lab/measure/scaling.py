@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -27,9 +27,8 @@ from sartor.distributed.sharding import Run as Tokens
 from sartor.distributed.sharding import Runs, Sharding
 from sartor.distributed.sight import sight
 from sartor.kernels.spec import Saved
-from sartor.lab.measure.records import Record, Run, Store, sm_clock_mhz
+from sartor.lab.measure.records import Record, Run, sm_clock_mhz, write
 from sartor.lab.measure.timing import Budget, interleave
-from sartor.lab.workloads.suites import checkout
 from sartor.lab.workloads.workload import FACTORS, Workload
 from sartor.problem import Call, wide
 
@@ -210,16 +209,10 @@ def modelled(r: Record, machine: Machine) -> float:
     return choose.compute(work, machine, r.mode == "bwd", 1, (seen(r), r.seqlen_q, r.seqlen_kv))
 
 
-def main(results: Path, plan: Plan = PLAN) -> None:
-    """Measure on the GPU if there is one, and write the records."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = Run.start(SUITE, device)
-    store = Store(results, run)
-    for record in measure(plan, device, run):
-        store.add([record])
-    store.close(replace=True)
+def main(results: Path | None = None, plan: Plan = PLAN) -> None:
+    """Measure, and write the records."""
+    write(SUITE, partial(measure, plan), results)
 
 
 if __name__ == "__main__":
-    root = checkout()
-    main(root / "benchmarks" / "results" if root else Path("results"))
+    main()

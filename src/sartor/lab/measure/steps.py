@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -23,9 +24,8 @@ from torch import nn
 
 import sartor
 from sartor.lab.measure import providers
-from sartor.lab.measure.records import Record, Run, Store, sm_clock_mhz
+from sartor.lab.measure.records import Record, Run, sm_clock_mhz, write
 from sartor.lab.measure.timing import orders, synchronize
-from sartor.lab.workloads.suites import checkout
 from sartor.lab.workloads.workload import Workload
 from sartor.testing import FORWARD_FACTOR
 
@@ -193,16 +193,10 @@ def measure(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
         yield from records.values()
 
 
-def main(results: Path, plan: Plan = Plan()) -> None:
-    """Measure on the GPU if there is one, and write the records."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = Run.start(SUITE, device)
-    store = Store(results, run)
-    for record in measure(plan, device, run):
-        store.add([record])
-    store.close(replace=True)
+def main(results: Path | None = None, plan: Plan = Plan()) -> None:
+    """Measure, and write the records."""
+    write(SUITE, partial(measure, plan), results)
 
 
 if __name__ == "__main__":
-    root = checkout()
-    main(root / "benchmarks" / "results" if root else Path("results"))
+    main()
