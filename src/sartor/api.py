@@ -112,7 +112,7 @@ def attention(
     elif (
         return_lse is False and sinks is None and softcap.__class__ is float and deterministic is False
         and out_dtype is None and precision == "ieee" and dropout_p.__class__ is float and dropout_p == 0
-        and forward_ad._current_level < 0
+        and dropout_seed is None and forward_ad._current_level < 0
     ):  # fmt: skip
         found = front.attend(
             q, k, v, bias, mask, score, alibi_slopes, causal, window, softmax_scale, softcap, layout, kernel
@@ -231,6 +231,8 @@ def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
 
 def seed_of(call: Call, given: Any) -> torch.Tensor | None:
     """What the dropout mask of a call is made of: what was given, else a number drawn from PyTorch's generator."""
+    if not (given is None or isinstance(given, torch.Tensor) or is_integer(given)):
+        raise TypeError(f"dropout_seed must be an int or a torch.Tensor, got {type(given).__name__}: {given!r}")
     if not call.dropout_p or not isinstance(call.q, torch.Tensor):
         return None
     if isinstance(given, torch.Tensor):
@@ -238,8 +240,6 @@ def seed_of(call: Call, given: Any) -> torch.Tensor | None:
     device = call.q.device
     if given is None:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    if not is_integer(given):
-        raise TypeError(f"dropout_seed must be an int or a torch.Tensor, got {type(given).__name__}: {given!r}")
     if not -(2**63) <= given < 2**64:
         raise ValueError(f"dropout_seed must be of 64 bits, got {given}")
     return torch.full((1,), given - 2**64 * (given >= 2**63), dtype=torch.int64, device=device)

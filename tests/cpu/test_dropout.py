@@ -202,6 +202,7 @@ def test_no_rows_and_no_keys():
         ({"dropout_p": 1}, ValueError, r"got 1\.0"),
         ({"dropout_p": True}, TypeError, "dropout_p must be a float, got bool"),
         ({"dropout_p": 0.1, "dropout_seed": 0.5}, TypeError, "must be an int or a torch.Tensor, got float"),
+        ({"dropout_seed": 0.5}, TypeError, "must be an int or a torch.Tensor, got float"),
         ({"dropout_p": 0.1, "dropout_seed": 2**64}, ValueError, "dropout_seed must be of 64 bits"),
         ({"dropout_p": 0.1, "dropout_seed": torch.ones(1)}, ValueError, "got .* of dtype torch.float32"),
         ({"dropout_p": 0.1, "dropout_seed": torch.ones(2).long()}, ValueError, r"1 or 3 numbers .* got \(2,\)"),
