@@ -421,3 +421,10 @@ class Sums:
 
 SPEC = Blocked()
 BACKWARD_SPEC = BlockedBackward()
+
+
+def gradients(plan: Plan, x: Operands, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of a call whose out and lse nobody kept."""
+    out, lse = SPEC.run(plan, x)
+    found = BACKWARD_SPEC.run(plan, x, Saved(out, lse, dout, None))
+    return found.dq, found.dk, found.dv

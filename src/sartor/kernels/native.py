@@ -15,7 +15,7 @@ import torch
 from sartor.device import Device
 from sartor.kernels import blocked, torch_cpu
 from sartor.kernels.algebra import LARGE, finite
-from sartor.kernels.spec import Operands, Plan, Saved
+from sartor.kernels.spec import Operands, Plan
 from sartor.problem import Call, Problem, Template, aux_values
 
 Tensor = torch.Tensor
@@ -129,6 +129,5 @@ def _by_blocked(gradients: Any, dout: Tensor, masked: bool) -> tuple[Tensor | No
     p, template = Problem.parse(call)
     plan = Plan(blocked.SPEC, p, Device.of(q.device), None, "")
     x = Operands(q, k, v, None, aux_values(call, template))
-    out, lse = blocked.SPEC.run(plan, x)
-    found = blocked.BACKWARD_SPEC.run(plan, x, Saved(out, lse, dout.detach().transpose(1, 2), None))
-    return tuple(None if d is None else t.transpose(1, 2) for d, t in zip(gradients, found[:3], strict=False))
+    found = blocked.gradients(plan, x, dout.detach().transpose(1, 2))
+    return tuple(None if d is None else t.transpose(1, 2) for d, t in zip(gradients, found, strict=False))

@@ -16,7 +16,7 @@ from sartor.kernels.algebra import finite, working_dtype
 from sartor.kernels.kept import DATA, Kept
 from sartor.kernels.native import Last
 from sartor.kernels.spans import hidden, whole
-from sartor.kernels.spec import Operands, Plan, Saved, unviewed
+from sartor.kernels.spec import Operands, Plan, unviewed
 from sartor.problem import Template, filled
 
 Tensor = torch.Tensor
@@ -100,9 +100,7 @@ class Small:
         """The gradients by `blocked`."""
         q, k, v, dout = (t.transpose(1, 2) for t in (q, k, v, dout))
         x = Operands(q, k, v, None, filled(self.template, read))
-        out, lse = blocked.SPEC.run(self.plan, x)
-        found = blocked.BACKWARD_SPEC.run(self.plan, x, Saved(out, lse, dout, None))
-        return tuple(t.transpose(1, 2) for t in found[:3])
+        return tuple(t.transpose(1, 2) for t in blocked.gradients(self.plan, x, dout))
 
 
 class _Small(torch.autograd.Function):
