@@ -90,17 +90,18 @@ def test_long_sequences_in_every_warpgroup(dim, causal):
     options = {"layout": "bshd", "kernel": "hopper", "dropout_p": P, "dropout_seed": seed, "causal": causal}
     testing.verify(q, k, v, gradients=False, **options)
     if causal:
+        clean = sartor.attention(q, k, v, **options)[:, :-1]
         v = v.clone()
         v[:, -1] = torch.nan
-        found = testing.verify(q, k, v, gradients=False, **options)
-        assert found["out"].max < 1
+        spoilt = sartor.attention(q, k, v, **options)[:, :-1]  # all but the last query, which sees the last key
+        assert (spoilt - clean).norm() <= 2 * torch.finfo(torch.bfloat16).eps * clean.norm()
 
 
 def test_manual_seed_and_checkpointing():
     found = []
     for recomputed in (False, True):
         leaves = inputs(torch.bfloat16, requires_grad=True)
-        call = lambda *t: sartor.attention(*t, dropout_p=0.5)  # noqa: E731
+        call = lambda *t: sartor.attention(*t, dropout_p=0.5, deterministic=True)  # noqa: E731
         torch.manual_seed(3)
         out = checkpoint(call, *leaves, use_reentrant=False) if recomputed else call(*leaves)
         torch.randn(3, device="cuda")
