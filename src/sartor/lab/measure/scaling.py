@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import log2
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -179,18 +180,19 @@ def measure(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
 
 
 def machine(records: list[Record], base: Machine) -> Machine:
-    """A machine with the rates of the ring's steps and the host time of short ones; its links, and what else was not
-    measured, are those of `base`. Records of whole calls without a mask (suite `paper`) tell rates too."""
-    steps = [r for r in records if r.provider.startswith(f"{FAMILY}:ring:")]
+    """A machine with the rates of the steps of ring and all-gather and the host time of short ones; its links, and what
+    else was not measured, are those of `base`. Records of whole calls without a mask (suite `paper`) tell rates too."""
+    steps = [r for r in records if r.provider.startswith((f"{FAMILY}:ring:", f"{FAMILY}:allgather"))]
     plain = [r for r in records if (r.provider, r.mask, r.dim, r.dim_v) == ("sartor", "full", PLAN.dim, PLAN.dim)]
 
     def points(mode: str) -> Points:
         rates: dict[int, list[tuple[float, float]]] = {}  # TFLOP and ms, were all of the device busy
         for r in steps or plain:
-            if r.mode == mode and r.tflops and r.ms:
+            late = (r.host_us or 0.0) * 1e-3 > (r.ms or 0.0)  # the host was: that is in `step`
+            if r.mode == mode and r.tflops and r.ms and not late:
                 rows = r.seqlen_q if mode == "fwd" else r.seqlen_kv
                 busy = min(1.0, r.batch * rows * r.heads_q / base.rows)
-                rates.setdefault(round(seen(r) / rows), []).append((r.tflops * r.ms, r.ms * busy))
+                rates.setdefault(2 ** round(log2(seen(r) / rows)), []).append((r.tflops * r.ms, r.ms * busy))
         return tuple((n, sum(x for x, _ in at) / sum(ms for _, ms in at)) for n, at in sorted(rates.items()))
 
     host = [r.host_us * 1e-6 for r in steps if r.host_us]
