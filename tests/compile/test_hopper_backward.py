@@ -17,7 +17,9 @@ from sartor.problem import Call, Problem
 if nvrtc.missing() or not launch.available():
     pytest.skip(nvrtc.missing() or "needs Triton, whose launches stand around it", allow_module_level=True)
 
-from sartor.kernels.hopper.backward import Config, parts, tidy, tidy_out
+from sartor.kernels.hopper.backward_config import Config
+from sartor.kernels.hopper.backward_launches import tidy, tidy_out
+from sartor.kernels.hopper.backward_problem import parts
 
 DEVICE = ARCHITECTURES[90]
 

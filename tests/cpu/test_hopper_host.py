@@ -16,7 +16,7 @@ from sartor import mods, nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
 from sartor.kernels.cuda import host
 from sartor.kernels.cuda.row import Row
-from sartor.kernels.hopper import backward as hopper_backward
+from sartor.kernels.hopper import backward_config, backward_launches
 from sartor.kernels.hopper.forward import Config, HopperForward
 from sartor.kernels.hopper.schedule import LONG
 from sartor.kernels.spec import Tile
@@ -289,8 +289,8 @@ def test_workspaces_hold_what_kernels_write():
     for dim, n in ((64, 1), (64, 1000), (128, 1000)):
         q = torch.empty((2, n, 3, dim), dtype=torch.bfloat16, device="meta")
         p = Problem.of(Call(q, q, q))
-        rows, rest = divmod(hopper_backward.sums(p), 2 * 3 * dim)
-        assert (rest, rows % hopper_backward.Config.all(p)[0].block) == (0, 0)
+        rows, rest = divmod(backward_config.sums(p), 2 * 3 * dim)
+        assert (rest, rows % backward_config.Config.all(p)[0].block) == (0, 0)
         assert rows >= n
 
 
@@ -363,9 +363,9 @@ def backward(driver, monkeypatch):
         found.repairs.append(changed)
         return True
 
-    monkeypatch.setattr(hopper_backward.Config, "compile", lambda _: None)
+    monkeypatch.setattr(backward_config.Config, "compile", lambda _: None)
     monkeypatch.setattr(torch, "empty_like", room)
-    monkeypatch.setattr(hopper_backward.launch, "repeat", again)
+    monkeypatch.setattr(backward_launches.launch, "repeat", again)
     return found
 
 
@@ -385,7 +385,7 @@ def test_launches_of_a_backward(driver, backward, causal):
     names = [name for name, *_ in backward.launches if name != "hopper_forward"]
     assert names == ["preprocess", "hopper_backward", "round_dq"]
     (room,) = backward.rooms
-    places = hopper_backward.room(problem_of(q, k, causal)).places
+    places = backward_config.room(problem_of(q, k, causal)).places
     at = {name: place + room.data_ptr() for name, place in places.items()}
     first, sweep, last = (values for name, _, values in backward.launches if name != "hopper_forward")
     assert (first["dout"], first["dlse"]) == (dout.data_ptr(), 0)
@@ -442,7 +442,7 @@ def problem_of(q, k, causal):
 def test_rooms_do_not_overlap():
     """Each part on 128 bytes, and as long as what is written there."""
     q, k = (torch.empty((2, n, 3, 128), dtype=torch.bfloat16, device="meta") for n in (70, 90))
-    room = hopper_backward.room(problem_of(q, k, True))
+    room = backward_config.room(problem_of(q, k, True))
     assert room.sizes == {"sums": 2 * 3 * 128 * 128, "delta": 480, "lse_log2": 480, "bad_q": 12, "bad_kv": 12}
     parts = sorted((place, 4 * room.sizes[name]) for name, place in room.places.items())
     assert all(place % 128 == 0 for place, _ in parts)

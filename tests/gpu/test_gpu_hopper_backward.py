@@ -16,7 +16,8 @@ from sartor.problem import Call, Problem, aux_values
 
 if not nvrtc.missing():
     from sartor.kernels.cuda import expressions
-    from sartor.kernels.hopper.backward import Config, Step
+    from sartor.kernels.hopper.backward_config import Config
+    from sartor.kernels.hopper.backward_launches import Step
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not nvrtc.missing()
 pytestmark = [

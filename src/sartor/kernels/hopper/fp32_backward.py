@@ -31,8 +31,7 @@ from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.pairs import maps, noise
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
-from sartor.kernels.hopper import arch
-from sartor.kernels.hopper import backward as hopper_backward
+from sartor.kernels.hopper import arch, backward_problem
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.fp32_backward import Fp32Backward
@@ -67,7 +66,7 @@ class HopperFp32Backward(Fp32Backward):
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need, beside what pairs do."""
-        why = super().why_not(p, dev) + hopper_backward.reasons(p, dev)
+        why = super().why_not(p, dev) + backward_problem.reasons(p, dev)
         if max(p.dim, p.dim_v) not in DIMS:
             why.append(f"needs head dims of which the wider is {DIMS[0]} to {DIMS[-1]}, got {p.dim} and {p.dim_v}")
         return why
@@ -145,7 +144,7 @@ class Config:
     @property
     def shared_spans(self) -> bool:
         """Whether intervals of held rows, which tables tell, are in shared memory: where there is room."""
-        return hopper_backward.from_tables(self.p, self.keys) and self.laid_out(2, 1, True).size <= arch.SHARED_BYTES
+        return backward_problem.from_tables(self.p, self.keys) and self.laid_out(2, 1, True).size <= arch.SHARED_BYTES
 
     @property
     def shared_bytes(self) -> int:
@@ -169,7 +168,7 @@ class Config:
         return {
             "GROUPS": self.groups, "KEYS": int(self.keys), "DIM": dim, "DIM_V": dim_v, "COLUMNS": p.dim,
             "COLUMNS_V": p.dim_v, "WIDTH": width, "WIDTH_V": width_v, "PARTS_X": parts_x, "PARTS_Y": parts_y,
-            "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": hopper_backward.mask(p),
+            "STAGES_X": stages_x, "STAGES_Y": stages_y, "MASK": backward_problem.mask(p),
             "SHARED_SPANS": int(self.shared_spans), "ORDERED": 0, "PERSISTENT": 0,
             "SINKS": int(p.sinks), "BLOCK": 64, "REGAINED": f"{split.regained(p.dim_v)!r}f",
         } | self.laid_out(*self.stages, self.shared_spans).defines()  # fmt: skip

@@ -35,7 +35,9 @@ from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper import pieces as cutting
-from sartor.kernels.hopper.backward import PREPROCESS, HopperBackward, Ready, Step, tidy, tidy_out
+from sartor.kernels.hopper.backward import HopperBackward
+from sartor.kernels.hopper.backward_config import PREPROCESS
+from sartor.kernels.hopper.backward_launches import Ready, Step, tidy, tidy_out
 from sartor.kernels.hopper.pieces import Piece, Shape
 from sartor.kernels.room import Room
 from sartor.kernels.spec import Operands, Plan, Saved, Tile
