@@ -33,7 +33,14 @@ SHARED_LSE = "lse of more keys"  # of a backward whose lse and out are of more k
 DROPOUT = "dropout"
 DROPOUT_PART = "dropout of a part"  # whose first batch item and head are others of a larger problem
 
-MASKS = frozenset({INTERVAL, PAIRS, TABLES, UNALIGNED_TABLES, INDEXED})
+# Sets by which kernels name several features at once. They do not grow: what is new, each kernel names by itself.
+DTYPES = frozenset({F16, BF16, F32, F64, TF32})
+BITS_16 = frozenset({F16, BF16, WIDE_OUT})
+INTERVALS = frozenset({INTERVAL, TABLES, UNALIGNED_TABLES, INDEXED})
+MASKS = INTERVALS | {PAIRS}
+COMMON = INTERVALS | {GQA, SINKS, DETERMINISTIC}  # what every GPU kernel serves
+GENERAL = COMMON | {PAIRS, SCORE, DIM_V, UNALIGNED}
+GRADIENTS = frozenset({BIAS_GRADIENT, TABLE_GRADIENT})  # a forward serves them whose backwards do
 
 
 def _mask(p: Problem) -> str:

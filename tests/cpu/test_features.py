@@ -53,6 +53,16 @@ def test_a_kernel_names_features_that_there_are(name):
     assert kernels.load(name).features <= KNOWN
 
 
+def test_sets_that_kernels_share_do_not_grow():
+    """A feature added there would be served by all of them, whoever has looked at them or not."""
+    masks = {"interval mask", "pairwise mask", "tables", "indexed tables", "unaligned tables"}
+    assert masks == features.MASKS
+    assert masks - {"pairwise mask"} | {"gqa", "sinks", "deterministic"} == features.COMMON
+    assert features.COMMON | {"pairwise mask", "score function", "dim_v", "unaligned rows"} == features.GENERAL
+    assert {"float16", "bfloat16", "float32", "float64", "tf32", "wide out"} == features.BITS_16 | features.DTYPES
+    assert {"bias gradient", "table gradient"} == features.GRADIENTS
+
+
 @pytest.mark.parametrize("device", [CPU, ARCHITECTURES[90], ARCHITECTURES[80]], ids=lambda d: d.name)
 def test_a_feature_that_no_kernel_names_is_refused_by_all(device, monkeypatch):
     monkeypatch.setitem(features.RULES, "seqlen_q", lambda p: "time travel")

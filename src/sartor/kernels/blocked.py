@@ -24,26 +24,7 @@ from typing import Any
 import torch
 
 from sartor.device import Device
-from sartor.features import (
-    BF16,
-    BIAS_GRADIENT,
-    DETERMINISTIC,
-    DIM_V,
-    DROPOUT,
-    DROPOUT_PART,
-    F16,
-    F32,
-    F64,
-    GQA,
-    MASKS,
-    SCORE,
-    SHARED_LSE,
-    SINKS,
-    TABLE_GRADIENT,
-    TF32,
-    UNALIGNED,
-    WIDE_OUT,
-)  # fmt: skip
+from sartor.features import DROPOUT, DROPOUT_PART, DTYPES, GENERAL, GRADIENTS, SHARED_LSE, WIDE_OUT
 from sartor.kernels import dropout
 from sartor.kernels.algebra import (
     add_to_table,
@@ -61,10 +42,7 @@ from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, allocate
 from sartor.problem import Problem
 
 Tensor = torch.Tensor
-FEATURES = MASKS | {
-    F16, BF16, F32, F64, TF32, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC, SHARED_LSE,
-    DROPOUT, DROPOUT_PART,
-}  # fmt: skip
+FEATURES = GENERAL | DTYPES | {WIDE_OUT, SHARED_LSE, DROPOUT, DROPOUT_PART}
 LOG2_E = math.log2(math.e)
 FEW = 2**18  # scores, beyond which a walk over tiles takes no longer than all at once
 TILE = Tile(256, 512)  # the fastest on two AVX2 cores for 2 to 32 heads; the same for any batch, so that bits are too
@@ -259,7 +237,7 @@ class Blocked:
     name = "blocked"
     family = "blocked"
     backwards: tuple[str, ...] = ("blocked_backward",)
-    features = FEATURES | {BIAS_GRADIENT, TABLE_GRADIENT}
+    features = FEATURES | GRADIENTS
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """Nothing: it computes all that the reference does."""
@@ -302,7 +280,7 @@ class BlockedBackward:
 
     name = "blocked_backward"
     family = "blocked"
-    features = FEATURES | {BIAS_GRADIENT, TABLE_GRADIENT}
+    features = FEATURES | GRADIENTS
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """Nothing: it computes all that the reference does."""

@@ -18,25 +18,7 @@ from typing import Any
 import torch
 
 from sartor.device import Device
-from sartor.features import (
-    BF16,
-    BIAS_GRADIENT,
-    DETERMINISTIC,
-    DIM_V,
-    DROPOUT,
-    DROPOUT_PART,
-    F16,
-    F32,
-    F64,
-    GQA,
-    MASKS,
-    SCORE,
-    SINKS,
-    TABLE_GRADIENT,
-    TF32,
-    UNALIGNED,
-    WIDE_OUT,
-)  # fmt: skip
+from sartor.features import DROPOUT, DROPOUT_PART, DTYPES, GENERAL, GRADIENTS, WIDE_OUT
 from sartor.kernels import dropout
 from sartor.kernels.algebra import add_to_table, attended, new_tables, sink_gradient, working_dtype
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
@@ -44,9 +26,7 @@ from sartor.mods.core import index_tensors
 from sartor.mods.expr import evaluate
 from sartor.problem import Problem
 
-FEATURES = MASKS | {
-    F16, BF16, F32, F64, TF32, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC, DROPOUT, DROPOUT_PART,
-}  # fmt: skip
+FEATURES = GENERAL | DTYPES | {WIDE_OUT, DROPOUT, DROPOUT_PART}
 
 
 def heads_first(x: Operands, p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -107,7 +87,7 @@ class Reference:
     name = "reference"
     family = "reference"
     backwards = ("reference_backward",)
-    features = FEATURES | {BIAS_GRADIENT, TABLE_GRADIENT}
+    features = FEATURES | GRADIENTS
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """Nothing: it defines the operation."""
@@ -133,7 +113,7 @@ class ReferenceBackward:
 
     name = "reference_backward"
     family = "reference"
-    features = FEATURES | {BIAS_GRADIENT, TABLE_GRADIENT}
+    features = FEATURES | GRADIENTS
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """Nothing: it defines the operation."""

@@ -21,21 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sartor.device import Device
-from sartor.features import (
-    BF16,
-    BIAS_GRADIENT,
-    DETERMINISTIC,
-    F16,
-    F32,
-    F64,
-    GQA,
-    MASKS,
-    SCORE,
-    SHARED_LSE,
-    TABLE_GRADIENT,
-    TF32,
-    UNALIGNED,
-)  # fmt: skip
+from sartor.features import DETERMINISTIC, DTYPES, GQA, GRADIENTS, MASKS, SCORE, SHARED_LSE, UNALIGNED
 from sartor.kernels import blocked
 from sartor.kernels.algebra import LARGE, finite, resolved, spoiled, working_dtype
 from sartor.kernels.kept import DATA, EACH, Kept
@@ -47,7 +33,7 @@ from sartor.mods.tracing import four_dims
 from sartor.problem import Problem, Template, filled, wide
 
 Tensor = torch.Tensor
-FEATURES = MASKS | {F16, BF16, F32, F64, TF32, GQA, SCORE, UNALIGNED, DETERMINISTIC, SHARED_LSE}
+FEATURES = MASKS | DTYPES | {GQA, SCORE, UNALIGNED, DETERMINISTIC, SHARED_LSE}
 FULL, CAUSAL = Program(), Program.of(causal(), None)[0]
 FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # the binding takes 2 us less than torch.ops' operator
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -66,7 +52,7 @@ class TorchCpu:
     name = "torch_cpu"
     family = "torch"
     backwards: tuple[str, ...] = ("torch_cpu_backward", "blocked_backward")
-    features = FEATURES | {BIAS_GRADIENT, TABLE_GRADIENT}  # with which `blocked_backward` goes
+    features = FEATURES | GRADIENTS  # with which `blocked_backward` goes
     any_layout = True
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:

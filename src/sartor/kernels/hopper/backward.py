@@ -18,23 +18,7 @@ import torch
 
 from sartor import pending
 from sartor.device import Device
-from sartor.features import (
-    BF16,
-    BIAS_GRADIENT,
-    DETERMINISTIC,
-    DROPOUT,
-    F16,
-    GQA,
-    INDEXED,
-    INTERVAL,
-    PAIRS,
-    SCORE,
-    SHARED_LSE,
-    SINKS,
-    TABLES,
-    UNALIGNED_TABLES,
-    WIDE_OUT,
-)
+from sartor.features import BIAS_GRADIENT, BITS_16, COMMON, DROPOUT, PAIRS, SCORE, SHARED_LSE
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper.backward_config import Config, partial_sums, sums
 from sartor.kernels.hopper.backward_launches import Ready
@@ -62,10 +46,7 @@ class HopperBackward(TritonBackward):
 
     name = "hopper_backward"
     family = "hopper"
-    features = frozenset({
-        F16, BF16, WIDE_OUT, GQA, SINKS, INTERVAL, PAIRS, SCORE, TABLES, INDEXED, UNALIGNED_TABLES, BIAS_GRADIENT,
-        DETERMINISTIC, SHARED_LSE, DROPOUT,
-    })  # fmt: skip
+    features = COMMON | BITS_16 | {PAIRS, SCORE, BIAS_GRADIENT, SHARED_LSE, DROPOUT}
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need."""

@@ -16,21 +16,7 @@ import torch
 
 from sartor import nvrtc, pending
 from sartor.device import Device
-from sartor.features import (
-    BF16,
-    BIAS_GRADIENT,
-    DETERMINISTIC,
-    DIM_V,
-    DROPOUT,
-    F16,
-    GQA,
-    MASKS,
-    SCORE,
-    SINKS,
-    TABLE_GRADIENT,
-    UNALIGNED,
-    WIDE_OUT,
-)  # fmt: skip
+from sartor.features import BITS_16, DROPOUT, GENERAL, GRADIENTS
 from sartor.kernels import dropout
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
@@ -73,10 +59,7 @@ class HopperForward:
     name = "hopper_forward"
     family = "hopper"
     backwards = ("hopper_wide_backward", "hopper_backward", "triton_backward")
-    features = MASKS | {
-        F16, BF16, WIDE_OUT, GQA, DIM_V, SINKS, SCORE, BIAS_GRADIENT, TABLE_GRADIENT, UNALIGNED, DETERMINISTIC,
-        DROPOUT,
-    }  # fmt: skip
+    features = GENERAL | BITS_16 | GRADIENTS | {DROPOUT}
     any_layout = True
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:

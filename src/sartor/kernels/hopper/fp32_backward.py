@@ -14,19 +14,7 @@ import torch
 
 from sartor import nvrtc
 from sartor.device import Device
-from sartor.features import (
-    DETERMINISTIC,
-    DIM_V,
-    F32,
-    GQA,
-    INDEXED,
-    INTERVAL,
-    PAIRS,
-    SINKS,
-    TABLES,
-    UNALIGNED,
-    UNALIGNED_TABLES,
-)
+from sartor.features import COMMON, DIM_V, F32, PAIRS, UNALIGNED
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.pairs import maps, noise
@@ -60,9 +48,7 @@ class HopperFp32Backward(Fp32Backward):
     """See the module."""
 
     name = "hopper_fp32_backward"
-    features = frozenset(
-        {F32, GQA, DIM_V, SINKS, INTERVAL, PAIRS, TABLES, INDEXED, UNALIGNED, UNALIGNED_TABLES, DETERMINISTIC}
-    )
+    features = COMMON | {F32, PAIRS, DIM_V, UNALIGNED}
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need, beside what pairs do."""

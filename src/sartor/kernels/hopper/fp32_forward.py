@@ -14,18 +14,7 @@ import torch
 
 from sartor import nvrtc
 from sartor.device import Device
-from sartor.features import (
-    BIAS_GRADIENT,
-    DETERMINISTIC,
-    DIM_V,
-    F32,
-    GQA,
-    MASKS,
-    SCORE,
-    SINKS,
-    TABLE_GRADIENT,
-    UNALIGNED,
-)
+from sartor.features import F32, GENERAL, GRADIENTS
 from sartor.kernels.cuda import expressions, host, pairs
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
@@ -62,7 +51,7 @@ class HopperFp32:
     name = "hopper_fp32"
     family = "fp32"
     backwards = ("hopper_fp32_backward", "fp32_backward")
-    features = MASKS | {F32, GQA, DIM_V, SINKS, SCORE, BIAS_GRADIENT, TABLE_GRADIENT, UNALIGNED, DETERMINISTIC}
+    features = GENERAL | GRADIENTS | {F32}
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What TMA, wgmma and the run-time compiler need, beside what pairs do."""

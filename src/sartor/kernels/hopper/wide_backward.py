@@ -16,20 +16,7 @@ import torch
 
 from sartor import nvrtc
 from sartor.device import Device
-from sartor.features import (
-    BF16,
-    DETERMINISTIC,
-    DIM_V,
-    F16,
-    GQA,
-    INDEXED,
-    INTERVAL,
-    SHARED_LSE,
-    SINKS,
-    TABLES,
-    UNALIGNED_TABLES,
-    WIDE_OUT,
-)
+from sartor.features import BITS_16, COMMON, DIM_V, SHARED_LSE
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
@@ -79,10 +66,7 @@ class WideBackward(HopperBackward):
     """See the module."""
 
     name = "hopper_wide_backward"
-    features = frozenset({
-        F16, BF16, WIDE_OUT, GQA, DIM_V, SINKS, INTERVAL, TABLES, INDEXED, UNALIGNED_TABLES, DETERMINISTIC,
-        SHARED_LSE,
-    })  # fmt: skip
+    features = COMMON | BITS_16 | {DIM_V, SHARED_LSE}
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What the copy engine, wgmma and the run-time compiler need, and room for gradients of scores."""

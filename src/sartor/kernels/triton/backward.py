@@ -19,24 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sartor.device import Device
-from sartor.features import (
-    BF16,
-    BIAS_GRADIENT,
-    DETERMINISTIC,
-    DIM_V,
-    DROPOUT,
-    F16,
-    F32,
-    GQA,
-    MASKS,
-    SCORE,
-    SHARED_LSE,
-    SINKS,
-    TABLE_GRADIENT,
-    TF32,
-    UNALIGNED,
-    WIDE_OUT,
-)  # fmt: skip
+from sartor.features import BF16, DROPOUT, F16, F32, GENERAL, GRADIENTS, SHARED_LSE, TF32, WIDE_OUT
 from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.room import Room
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal, length_class
@@ -74,10 +57,7 @@ def dense_like(t: torch.Tensor) -> torch.Tensor:
     return room if room.stride(3) == 1 else torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
-OF_PRODUCTS = MASKS | {  # whatever is multiplied
-    WIDE_OUT, GQA, DIM_V, SINKS, SCORE, BIAS_GRADIENT, TABLE_GRADIENT, UNALIGNED, DETERMINISTIC, SHARED_LSE,
-    DROPOUT,
-}  # fmt: skip
+OF_PRODUCTS = GENERAL | GRADIENTS | {WIDE_OUT, SHARED_LSE, DROPOUT}  # whatever is multiplied
 
 
 @lru_cache(maxsize=1024)

@@ -20,23 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sartor.device import Device
-from sartor.features import (
-    BF16,
-    BIAS_GRADIENT,
-    DETERMINISTIC,
-    DIM_V,
-    DROPOUT,
-    F16,
-    F32,
-    GQA,
-    MASKS,
-    SCORE,
-    SINKS,
-    TABLE_GRADIENT,
-    TF32,
-    UNALIGNED,
-    WIDE_OUT,
-)  # fmt: skip
+from sartor.features import BF16, DROPOUT, F16, F32, GENERAL, GRADIENTS, TF32, WIDE_OUT
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
 from sartor.problem import Problem
@@ -218,7 +202,7 @@ class Results(NamedTuple):
     bad: torch.Tensor  # int32, one mark a tile; lse where there are none
 
 
-OF_PRODUCTS = MASKS | {WIDE_OUT, GQA, DIM_V, SINKS, SCORE, UNALIGNED, DETERMINISTIC, DROPOUT}  # whatever is multiplied
+OF_PRODUCTS = GENERAL | {WIDE_OUT, DROPOUT}  # whatever is multiplied
 
 
 class TritonForward:
@@ -227,7 +211,7 @@ class TritonForward:
     name = "triton_forward"
     family = "triton"
     backwards = ("triton_backward",)
-    features = OF_PRODUCTS | {F16, BF16, F32, TF32, BIAS_GRADIENT, TABLE_GRADIENT}
+    features = OF_PRODUCTS | GRADIENTS | {F16, BF16, F32, TF32}
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What every Triton kernel needs; this one serves every dense problem."""

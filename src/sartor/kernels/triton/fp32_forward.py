@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from sartor.device import Device
-from sartor.features import BIAS_GRADIENT, F32, TABLE_GRADIENT
+from sartor.features import F32, GRADIENTS
 from sartor.kernels.spec import Operands, Plan, Tile
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.forward import OF_PRODUCTS, Results, TritonForward
@@ -49,7 +49,7 @@ class Fp32Forward(TritonForward):
     name = "fp32_forward"
     family = "fp32"
     backwards = ("fp32_backward",)
-    features = OF_PRODUCTS | {F32, BIAS_GRADIENT, TABLE_GRADIENT}
+    features = OF_PRODUCTS | GRADIENTS | {F32}
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """float32 inputs whose products are to be as accurate, on any GPU that Triton serves."""
