@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from sartor.device import Device
-from sartor.kernels.native import NO_SECOND, Last
+from sartor.kernels.once import NO_SECOND, once
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost, unviewed
 from sartor.mods.core import lookup, tensors_of
 from sartor.mods.recent import Recent
@@ -152,6 +152,12 @@ def _backward(prepared: Prepared, x: Operands, saved: Saved, shared_lse: bool = 
     return g
 
 
+def _flat(prepared: Prepared, x: Operands, saved: Saved) -> tuple[Any, ...]:
+    """The gradients in a row, those of tables last."""
+    *g, dtables = _backward(prepared, x, saved)
+    return *g, *dtables
+
+
 def _layout(t: Any) -> tuple[tuple[int, ...], int] | None:
     """Strides, and bytes from a multiple of 16."""
     return None if t is None else (t.stride(), t.data_ptr() & 15)
@@ -206,18 +212,7 @@ class _Attention(torch.autograd.Function):
             aux = tuple([next(left) if a is None else a for a in aux])
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         x = Operands(q, k, v, sinks, aux, seed=seed)
-        if not torch.is_grad_enabled():
-            g = _run(prepared.backward_plan(), x, saved)
-        else:  # create_graph=True: say so if the graph is used, instead of a gradient of zero
-            with torch.no_grad():
-                g = _run(prepared.backward_plan(), x, saved)
-
-            def last(t: Any) -> Any:
-                return None if t is None else Last.apply(t.requires_grad_(), dout, q, k, v)
-
-            dq, dk, dv, dbias, dsinks = map(last, (g.dq, g.dk, g.dv, g.dbias, g.dsinks))
-            g = Gradients(dq, dk, dv, dbias, dsinks, tuple(map(last, g.dtables)))
-        dq, dk, dv, dbias, dsinks, dtables = g
+        dq, dk, dv, dbias, dsinks, *dtables = once(lambda: _flat(prepared, x, saved), dout, q, k, v)
         like = prepared.like
         if dbias is not None:
             dbias = None if like.bias is None else dbias.to(like.bias[0]).view(like.bias[1])

@@ -15,26 +15,12 @@ import torch
 from sartor.device import Device
 from sartor.kernels import blocked, torch_cpu
 from sartor.kernels.algebra import LARGE, finite
+from sartor.kernels.once import once
 from sartor.kernels.spec import Operands, Plan
 from sartor.problem import Call, Problem, Template, aux_values
 
 Tensor = torch.Tensor
-NO_SECOND = "sartor.attention has no second derivative: expected no gradient of its gradients"
 MOST = 2**18  # scores up to which a block that is made for the call is left to the node to keep
-
-
-class Last(torch.autograd.Function):
-    """A gradient that has no gradient, and says so to whoever asks for one by way of what it came from."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *sources: Any) -> Tensor:
-        """The gradient as it is."""
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Raises NotImplementedError."""
-        raise NotImplementedError(NO_SECOND)
 
 
 class Single:
@@ -99,14 +85,13 @@ def _mend_masked(gradients: Any, douts: Any) -> Any:
 
 def _mended(gradients: Any, dout: Tensor, masked: bool) -> Any:
     """The node's gradients if they are finite, else those of `blocked`; with create_graph=True such as have none."""
-    follow = torch.is_grad_enabled()
-    if not follow:
+    if not torch.is_grad_enabled():
         return gradients if _finite(gradients) else _by_blocked(gradients, dout, masked)
-    with torch.no_grad():
-        found = gradients if _finite(gradients) else _by_blocked(gradients, dout, masked)
     node: Any = torch._C._current_autograd_node()
-    sources = dout, node._saved_query, node._saved_key, node._saved_value
-    return tuple(d if d is None else Last.apply(d.detach().requires_grad_(), *sources) for d in found)
+    return once(
+        lambda: gradients if _finite(gradients) else _by_blocked(gradients, dout, masked),
+        dout, node._saved_query, node._saved_key, node._saved_value,
+    )  # fmt: skip
 
 
 def _finite(gradients: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from sartor.kernels import blocked
 from sartor.kernels.algebra import finite, working_dtype
 from sartor.kernels.kept import DATA, Kept
-from sartor.kernels.native import Last
+from sartor.kernels.once import once
 from sartor.kernels.spans import hidden, whole
 from sartor.kernels.spec import Operands, Plan, unviewed
 from sartor.problem import Template, filled
@@ -120,11 +120,8 @@ class _Small(torch.autograd.Function):
         q, k, v, out, weights, slope, *read = ctx.saved_tensors
         rest = [None] * (2 + len(read))
         slope = ctx.number if slope is None else slope
-        if not torch.is_grad_enabled():
-            return *_gradients(ctx.small, (q, k, v), Made(out, weights, slope), read, dout), *rest
-        with torch.no_grad():  # create_graph=True: say so if the graph is used, instead of a gradient of zero
-            found = _gradients(ctx.small, (q, k, v), Made(out, weights, slope), read, dout)
-        return *(Last.apply(d.requires_grad_(), dout, q, k, v) for d in found), *rest
+        made = Made(out, weights, slope)
+        return *once(lambda: _gradients(ctx.small, (q, k, v), made, read, dout), dout, q, k, v), *rest
 
 
 # without its look for functorch's wrappers: calls that come here have none
