@@ -16,6 +16,7 @@ from sartor.checks import (
     is_integer,
     known_layout,
     needs_operator,
+    seed,
     suggesting,
     unexpected,
 )  # fmt: skip
@@ -159,9 +160,9 @@ def explain(
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"device must be a sartor.device.Device, got {type(device).__name__}: {device!r}")
     q, k, v = _autocast(q, k, v)
-    seed = options.pop("dropout_seed", None)
+    given = options.pop("dropout_seed", None)
     call = Call(q, k, v, layout=layout, **options)
-    call.dropout_seed = seed_of(call, seed) if seed is not None else None
+    call.dropout_seed = seed_of(call, given) if given is not None else None
     return explain_problem(Problem.of(call), device or Device.of(call.q.device))
 
 
@@ -233,15 +234,19 @@ def seed_of(call: Call, given: Any) -> torch.Tensor | None:
     """What the dropout mask of a call is made of: what was given, else a number drawn from PyTorch's generator."""
     if not (given is None or isinstance(given, torch.Tensor) or is_integer(given)):
         raise TypeError(f"dropout_seed must be an int or a torch.Tensor, got {type(given).__name__}: {given!r}")
-    if not call.dropout_p or not isinstance(call.q, torch.Tensor):
+    if is_integer(given) and not -(2**63) <= given < 2**64:
+        raise ValueError(f"dropout_seed must be of 64 bits, got {given}")
+    if not isinstance(call.q, torch.Tensor):
+        return None
+    device = call.q.device
+    if isinstance(given, torch.Tensor):
+        seed(given, device)
+    if not call.dropout_p:
         return None
     if isinstance(given, torch.Tensor):
         return given
-    device = call.q.device
     if given is None:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    if not -(2**63) <= given < 2**64:
-        raise ValueError(f"dropout_seed must be of 64 bits, got {given}")
     return torch.full((1,), given - 2**64 * (given >= 2**63), dtype=torch.int64, device=device)
 
 

@@ -207,6 +207,10 @@ def test_no_rows_and_no_keys():
         ({"dropout_p": 0.1, "dropout_seed": torch.ones(1)}, ValueError, "got .* of dtype torch.float32"),
         ({"dropout_p": 0.1, "dropout_seed": torch.ones(2).long()}, ValueError, r"1 or 3 numbers .* got \(2,\)"),
         ({"dropout_p": 0.1, "dropout_seed": ELSEWHERE}, ValueError, "device of q, cpu, got meta"),
+        ({"dropout_seed": 2**64}, ValueError, "dropout_seed must be of 64 bits"),
+        ({"dropout_seed": torch.ones(1)}, ValueError, "got .* of dtype torch.float32"),
+        ({"dropout_seed": torch.ones(2).long()}, ValueError, r"1 or 3 numbers .* got \(2,\)"),
+        ({"dropout_seed": ELSEWHERE}, ValueError, "device of q, cpu, got meta"),
         ({"dropout_p": 0.1, "kernel": "torch"}, sartor.Unsupported, r"has no dropout, got dropout_p=0\.1"),
     ],
 )  # fmt: skip
@@ -249,4 +253,4 @@ def test_explain():
     q, k, v = small()
     assert "dropout 0.1" in str(sartor.explain(q, k, v, dropout_p=0.1))
     with pytest.raises(ValueError, match="dropout_seed must be"):
-        sartor.explain(q, k, v, dropout_p=0.1, dropout_seed=torch.ones(2).long())
+        sartor.explain(q, k, v, dropout_seed=torch.ones(2).long())
