@@ -105,8 +105,7 @@ def prepare(call: Call) -> Prepared:
         forward = own(choose(problem, device))
         if sentence := advice(problem, device, forward):
             _warn_once(sentence)
-        kernel: Any = forward.kernel
-        found = Prepared(problem, device, forward, template, getattr(kernel, "any_layout", False))
+        found = Prepared(problem, device, forward, template, forward.kernel.any_layout)
         PREPARED.add(key, found)
     return found
 
@@ -137,9 +136,9 @@ def _run(plan: Plan, *data: Any) -> Any:
         with torch.cuda.device(device):  # Triton launches on the current one
             return _run(plan, *data)
     if not torch._C._is_any_autocast_enabled():
-        return plan.kernel.run(plan, *data)  # type: ignore[attr-defined]
+        return plan.kernel.run(plan, *data)
     with torch.autocast(device.type, enabled=False):
-        return plan.kernel.run(plan, *data)  # type: ignore[attr-defined]
+        return plan.kernel.run(plan, *data)
 
 
 def _forward(prepared: Prepared, x: Operands) -> tuple[Tensor, Tensor]:

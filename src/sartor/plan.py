@@ -38,8 +38,7 @@ def choose(p: Problem, dev: Device) -> Plan:
 @lru_cache(maxsize=4096)
 def choose_backward(p: Problem, dev: Device) -> Plan:
     """The backward kernel that goes with the forward chosen for `p`."""
-    forward = choose(replace(p, shared_lse=False), dev).kernel
-    return _first(forward.backwards, p, dev)  # type: ignore[attr-defined]
+    return _first(choose(replace(p, shared_lse=False), dev).kernel.backwards, p, dev)
 
 
 def _first(names: tuple[str, ...], p: Problem, dev: Device) -> Plan:
@@ -128,7 +127,7 @@ def explain(p: Problem, dev: Device) -> Explanation:
     if not dev.is_cpu or p.device in ("meta", "cuda"):  # tensors meant to be there; other devices plan as a CPU does
         p = replace(p, device="cpu" if dev.is_cpu else "cuda")
     refused, plan = _walk(candidates(p), p, dev)
-    refused_backward, backward = _walk(plan.kernel.backwards, p, dev) if plan else ({}, None)  # type: ignore[attr-defined]
+    refused_backward, backward = _walk(plan.kernel.backwards, p, dev) if plan else ({}, None)
     notes = [f"{name} is copied once: its last dim is not dense, or its rows lie too far apart" for name in p.copies]
     if p.precision == "tf32" and p.dtype == torch.float32 and dev.is_cpu:
         notes.append("precision='tf32' changes nothing on a CPU, which computes in all of float32")

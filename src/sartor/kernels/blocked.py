@@ -38,7 +38,7 @@ from sartor.kernels.algebra import (
     working_dtype,
 )  # fmt: skip
 from sartor.kernels.spans import Frame, Span, frames
-from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, allocate_out
+from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved, Tile, allocate_out
 from sartor.problem import Problem
 
 Tensor = torch.Tensor
@@ -231,17 +231,13 @@ def _like(part: Part, keep: Tensor | None, shape: torch.Size, device: torch.devi
     return keep.expand(part.frame.batch, part.p.heads_q, rows, shape[2]).reshape(shape)
 
 
-class Blocked:
+class Blocked(KernelSpec):
     """See the module."""
 
     name = "blocked"
     family = "blocked"
-    backwards: tuple[str, ...] = ("blocked_backward",)
+    backwards = ("blocked_backward",)
     features = FEATURES | GRADIENTS
-
-    def why_not(self, p: Problem, dev: Device) -> list[str]:
-        """Nothing: it computes all that the reference does."""
-        return []
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """One."""
@@ -275,16 +271,12 @@ class Blocked:
         return out, lse
 
 
-class BlockedBackward:
+class BlockedBackward(KernelSpec):
     """dV = P^T dO, dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q, tile by tile with P from lse."""
 
     name = "blocked_backward"
     family = "blocked"
     features = FEATURES | GRADIENTS
-
-    def why_not(self, p: Problem, dev: Device) -> list[str]:
-        """Nothing: it computes all that the reference does."""
-        return []
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """One, as in the forward."""

@@ -12,16 +12,14 @@ is where that is said. The backward is written out rather than left to autograd 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from sartor.device import Device
 from sartor.features import DROPOUT, DROPOUT_PART, DTYPES, GENERAL, GRADIENTS, WIDE_OUT
 from sartor.kernels import dropout
 from sartor.kernels.algebra import add_to_table, attended, new_tables, sink_gradient, working_dtype
-from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
+from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved
 from sartor.mods.core import index_tensors
 from sartor.mods.expr import evaluate
 from sartor.problem import Problem
@@ -81,21 +79,13 @@ def after_dropout(p: Problem, x: Operands, weights: torch.Tensor) -> torch.Tenso
     return dropout.applied(p.dropout_p, weights, dropout.kept(p.dropout_p, x.seed, *whole))
 
 
-class Reference:
+class Reference(KernelSpec):
     """See the module."""
 
     name = "reference"
     family = "reference"
     backwards = ("reference_backward",)
     features = FEATURES | GRADIENTS
-
-    def why_not(self, p: Problem, dev: Device) -> list[str]:
-        """Nothing: it defines the operation."""
-        return []
-
-    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
-        """It has no tiles."""
-        return ()
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse."""
@@ -107,21 +97,13 @@ class Reference:
         return out.transpose(1, 2).to(p.out_dtype), lse.to(working_dtype(p))
 
 
-class ReferenceBackward:
+class ReferenceBackward(KernelSpec):
     """Gradients by the textbook: dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q, dV = P^T dO; dropout is of
     the P in dV, and of dP."""
 
     name = "reference_backward"
     family = "reference"
     features = FEATURES | GRADIENTS
-
-    def why_not(self, p: Problem, dev: Device) -> list[str]:
-        """Nothing: it defines the operation."""
-        return []
-
-    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
-        """It has no tiles."""
-        return ()
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """Gradients, from the inputs alone: what the forward saved is recomputed."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,20 +77,42 @@ class Tile:
         return cls(block_m, block_n, warps, stages, cls.of(numbers[4:]) if numbers[4:] else None)
 
 
-class KernelSpec(Protocol):
-    """A kernel's facts: its name, what `kernel=` accepts for it, and the features (`sartor.features`) it serves."""
+class KernelSpec:
+    """A kernel's facts: its name, what `kernel=` accepts for it, the features (`sartor.features`) it serves; and what
+    the planner asks of it, with the answers of a kernel that serves every number and has no tiles."""
 
     name: str
     family: str
     features: frozenset[str]
+    backwards: tuple[str, ...] = ()  # of a forward: the backward kernels it goes with, first choice first
+    any_layout = False  # of a forward: see `Operands`
+    # On the current stream: of a forward `run(plan, x)`, which gives out (b, sq, hq, dv) and lse (b, hq, sq); of a
+    # backward `run(plan, x, saved)`, which gives `Gradients` of every differentiable input
+    run: Callable[..., Any]
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """Sentences with both numbers, of a problem whose features are served; none when the kernel can run."""
-        ...
+        return []
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Legal tiles, best guess first; empty for kernels that have none to choose."""
-        ...
+        return ()
+
+    def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
+        """Whether a tuned tile is legal that `tiles` does not list."""
+        return False
+
+    def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
+        """The tile, or another for as many of them as a problem has."""
+        return tile
+
+    def shared_bytes(self, plan: Plan) -> int | None:
+        """Shared memory that a block takes, of the launch that takes most; None where the kernel does not say."""
+        return None
+
+    def notes(self, p: Problem) -> Iterable[str]:
+        """What there is to say of a plan besides, in sentences."""
+        return ()
 
 
 FEW = (1, 2, 3, 8, 16, 24)  # slices of 64 queries of a group, from which on a kernel's tiles may be others
@@ -121,24 +143,6 @@ def _legal(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile, ...]:
     return tuple(spec.tiles(p, dev))
 
 
-class Forward(KernelSpec, Protocol):
-    """A forward kernel; `backwards` are the backward kernels it goes with, first choice first."""
-
-    backwards: tuple[str, ...]
-
-    def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """out (b, sq, hq, dv) and lse (b, hq, sq), on the current stream."""
-        ...
-
-
-class Backward(KernelSpec, Protocol):
-    """A backward kernel."""
-
-    def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
-        """Gradients of every differentiable input, on the current stream."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """How one problem will be computed. `cache` is the kernel's own: compiled code, grids, strides."""
@@ -153,8 +157,7 @@ class Plan:
     @property
     def shared_bytes(self) -> int | None:
         """Shared memory that a block takes, of the launch that takes most; None where the kernel does not say."""
-        count = getattr(self.kernel, "shared_bytes", None)
-        return None if count is None or self.tile is None else int(count(self))
+        return None if self.tile is None else self.kernel.shared_bytes(self)
 
     @property
     def registers(self) -> int | None:
@@ -166,9 +169,8 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What there is to say of the plan besides: sentences of the kernel's, if it has any."""
-        say = getattr(self.kernel, "notes", None)
-        return () if say is None else tuple(say(self.problem))
+        """What there is to say of the plan besides."""
+        return tuple(self.kernel.notes(self.problem))
 
     def padded(self) -> Plan:
         """The same kernel and tile, for head dims padded to the next powers of two."""

@@ -26,7 +26,7 @@ from sartor.kernels import blocked
 from sartor.kernels.algebra import LARGE, finite, resolved, spoiled, working_dtype
 from sartor.kernels.kept import DATA, EACH, Kept
 from sartor.kernels.spans import ITEM, Frame, frames, hidden
-from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile
+from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved
 from sartor.mods.masks import causal
 from sartor.mods.program import Program
 from sartor.mods.tracing import four_dims
@@ -46,12 +46,12 @@ KEYS = 512  # up to which the keys are not cut: to find out which are reached ta
 _KEPT = Kept()
 
 
-class TorchCpu:
+class TorchCpu(KernelSpec):
     """See the module."""
 
     name = "torch_cpu"
     family = "torch"
-    backwards: tuple[str, ...] = ("torch_cpu_backward", "blocked_backward")
+    backwards = ("torch_cpu_backward", "blocked_backward")
     features = FEATURES | GRADIENTS  # with which `blocked_backward` goes
     any_layout = True
 
@@ -63,10 +63,6 @@ class TorchCpu:
             (not p.empty, f"needs a score at least, got batch {p.batch}, lengths {p.seqlen_q} and {p.seqlen_kv}"),
         )
         return [reason for fits, reason in rules if not fits]
-
-    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
-        """Its tiles are PyTorch's own."""
-        return ()
 
     def run(self, plan: Plan, x: Operands) -> tuple[Tensor, Tensor | None]:
         """out, in the layout of `x`, and lse if it is wanted."""
@@ -272,7 +268,7 @@ def _dense(term: Tensor, dtype: torch.dtype) -> Tensor:
     return term if term.stride(3) == 1 or term.shape[3] == 1 else term.contiguous()
 
 
-class TorchCpuBackward:
+class TorchCpuBackward(KernelSpec):
     """See the module."""
 
     name = "torch_cpu_backward"
@@ -282,10 +278,6 @@ class TorchCpuBackward:
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """As of the forward."""
         return SPEC.why_not(p, dev)
-
-    def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
-        """Its tiles are PyTorch's own."""
-        return ()
 
     def notes(self, p: Problem) -> Iterable[str]:
         """What it leaves to another kernel."""

@@ -56,10 +56,6 @@ def rows(arch: int) -> dict[tuple[Any, ...], list[Row]]:
     return {key: sorted(tiles, key=lambda row: row.keys) for key, tiles in found.items()}
 
 
-def _never(p: Problem, dev: Device, tile: Tile) -> bool:
-    return False
-
-
 def find(spec: KernelSpec, p: Problem, dev: Device) -> Row | None:
     """The row of a problem, if there is one whose tile is legal."""
     for some in _legal_rows(spec, length_class(p), dev):  # type: ignore[arg-type] # kernels are by identity
@@ -76,9 +72,9 @@ def _legal_rows(spec: KernelSpec, p: Problem, dev: Device) -> list[list[Row]]:
     tiles, mask = legal(spec, p, dev), mask_class(p)
     masks = dict.fromkeys((mask, "full" if mask == "band" else "band"))
     dims = dict.fromkeys((bucket(p.dim, step), bucket(p.dim_v, step)) for step in (8, 16))
-    fits, known = getattr(spec, "fits", _never), rows(dev.arch)
+    known = rows(dev.arch)
     found = [known.get((spec.name, p.dtype.itemsize * 8, *of, kind), []) for of, kind in product(dims, masks)]
-    return [[row for row in some if row.tile in tiles or fits(p, dev, row.tile)] for some in found]
+    return [[row for row in some if row.tile in tiles or spec.fits(p, dev, row.tile)] for some in found]
 
 
 def blocks(p: Problem, tile: Tile) -> int:
@@ -93,5 +89,4 @@ def lookup(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile | None, str]
         return None, ""
     row = find(spec, p, dev)
     tile, source = (row.tile, row.source) if row else (tiles[0], "first legal tile")
-    suited = getattr(spec, "suited", None)  # to how many tiles there are
-    return (suited(p, dev, tile) if suited else tile), source
+    return spec.suited(p, dev, tile), source

@@ -25,7 +25,7 @@ from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper.schedule import Schedule
-from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
+from sartor.kernels.spec import KernelSpec, Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
 from sartor.problem import Problem, rows_on_16_bytes
 
@@ -53,7 +53,7 @@ INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, he
 MAX_DIM, MAX_DROPOUT = 256, 160  # beyond the latter, the bits of a key tile would be in local memory
 
 
-class HopperForward:
+class HopperForward(KernelSpec):
     """See the module."""
 
     name = "hopper_forward"

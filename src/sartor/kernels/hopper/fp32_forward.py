@@ -20,7 +20,7 @@ from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper import forward as hopper_forward
-from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
+from sartor.kernels.spec import KernelSpec, Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import fp32_forward, launch
 from sartor.kernels.triton.forward import Results
 from sartor.problem import Problem
@@ -45,7 +45,7 @@ FEW_TILES = 8  # a head's query tiles that use up its keys faster than two warps
 SECTION_HEADS = 4  # that are worked on at the same time, at least
 
 
-class HopperFp32:
+class HopperFp32(KernelSpec):
     """See the module."""
 
     name = "hopper_fp32"

@@ -22,7 +22,7 @@ from sartor.device import Device
 from sartor.features import BF16, DROPOUT, F16, F32, GENERAL, GRADIENTS, SHARED_LSE, TF32, WIDE_OUT
 from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.room import Room
-from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal, length_class
+from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved, Tile, legal, length_class
 from sartor.kernels.triton import launch
 from sartor.kernels.triton import tables as table_gradients
 from sartor.problem import Problem, is_copied
@@ -79,7 +79,7 @@ class Work(NamedTuple):
     own: dict[str, dict[str, Any]]
 
 
-class TritonBackward:
+class TritonBackward(KernelSpec):
     """See the module."""
 
     name = "triton_backward"

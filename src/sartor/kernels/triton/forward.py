@@ -21,7 +21,7 @@ import torch
 
 from sartor.device import Device
 from sartor.features import BF16, DROPOUT, F16, F32, GENERAL, GRADIENTS, TF32, WIDE_OUT
-from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
+from sartor.kernels.spec import KernelSpec, Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
 from sartor.problem import Problem
 
@@ -205,7 +205,7 @@ class Results(NamedTuple):
 OF_PRODUCTS = GENERAL | {WIDE_OUT, DROPOUT}  # whatever is multiplied
 
 
-class TritonForward:
+class TritonForward(KernelSpec):
     """See the module."""
 
     name = "triton_forward"

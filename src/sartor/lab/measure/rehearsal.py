@@ -46,17 +46,15 @@ def launches(call: Call, forward: Plan, backward: Plan | None, mode: str) -> lis
     """The launches of `mode` (of `workloads.MODES`) for a call on meta tensors, computed as the plans say."""
     problem, template = Problem.parse(call)
     gradients = mode in ("bwd", "fwd_bwd")
-    both = Prepared(problem, forward.device, own(forward), template, getattr(forward.kernel, "any_layout", False))
+    both = Prepared(problem, forward.device, own(forward), template, forward.kernel.any_layout)
     x = both.operands(call.bshd() if gradients else call, lse=gradients)
-    kernel: Any = forward.kernel
     with rehearsed(forward.device) as found:
-        out, lse = kernel.run(both.forward, x)
+        out, lse = forward.kernel.run(both.forward, x)
         if mode == "bwd":
             found.clear()
         if gradients:
             assert backward is not None
-            kernel = backward.kernel
-            kernel.run(own(backward), replace(x, lse=True), Saved(out, lse, torch.empty_like(out), None))
+            backward.kernel.run(own(backward), replace(x, lse=True), Saved(out, lse, torch.empty_like(out), None))
     return found
 
 
