@@ -55,11 +55,9 @@ class Frame:
         """The mask on a tile: bool, broadcastable to (batch, hq, rows, keys)."""
         assert self.p.program.keep is not None
         found = self._evaluate(self.p.program.keep, i, j)
-        return (
-            found
-            if isinstance(found, Tensor)
-            else torch.tensor(found, dtype=self.dtype if isinstance(found, float) else None, device=self.device)
-        )  # of type bool, as all are
+        if isinstance(found, Tensor):
+            return found
+        return torch.tensor(found, dtype=self.dtype if isinstance(found, float) else None, device=self.device)
 
     def changed(self, s: Any, i: slice, j: slice, slope: bool = False) -> tuple[Any, Any]:
         """The score function's value of s, (batch, hq, rows, keys) or a number, on a tile; its derivative if wanted."""

@@ -167,6 +167,12 @@ def of_tensors(aux: tuple[Any, ...]) -> list[str]:
     return [f"a{i}" for i, value in enumerate(aux) if isinstance(value, torch.Tensor)]
 
 
+def split(aux: tuple[Any, ...], program: Program) -> tuple[dict[str, Any], dict[str, str]]:
+    """`arguments` that calls of one key share; and the names of the others, by themselves."""
+    found, tensors = arguments(aux, program), of_tensors(aux)
+    return {name: value for name, value in found.items() if name not in tensors}, {name: name for name in tensors}
+
+
 def _dims(spec: Aux) -> Iterable[int | str]:
     """What its sizes or strides are called."""
     return () if spec.pattern in NUMBERS else range(spec.dims) if spec.dims else _strided(spec.pattern)

@@ -48,28 +48,25 @@ class Step:
         p, names = m.p, ("out", "dout", "lse", "dlse", "delta", "lse_log2", "sums")
         rows = m.block if m.fused else 64
         grid = p.batch * p.heads_q * -(-p.seqlen_q // rows) * (rows // 64)
-        fixed = (
-            of_strides("out", launch.strides(out))
-            | of_strides("dout", launch.strides(dout))
-            | {"heads_q": p.heads_q, "seqlen_q": p.seqlen_q}
-        )
+        fixed = of_strides("out", launch.strides(out)) | of_strides("dout", launch.strides(dout))
+        fixed |= {"heads_q": p.heads_q, "seqlen_q": p.seqlen_q}
         return cls(nvrtc.Kernel(binary, PREPROCESS, 128, fixed=fixed), grid, {name: name for name in names})
 
     @classmethod
     def order(cls, m: Config, binary: nvrtc.Binary, aux: tuple[Any, ...]) -> Step:
         """Of the blocks of a sweep, the longest first."""
-        fixed = {name: getattr(m.p, name) for name in (*LENGTHS, "batch")} | expressions.arguments(aux, m.p.program)
-        reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
+        fixed, reads = expressions.split(aux, m.p.program)
+        fixed |= {name: getattr(m.p, name) for name in (*LENGTHS, "batch")}
         params = expressions.passed(ORDER, m.p.program)
         return cls(nvrtc.Kernel(binary, params, 1024, fixed=fixed), 1, {"order": "order"} | reads)
 
     @classmethod
     def highest(cls, p: Problem, binary: nvrtc.Binary, x: Operands) -> Step:
         """Of what the weights of rows are relative to, where scores may bury them."""
-        fixed = {name: getattr(p, name) for name in LENGTHS} | {"total": padded_rows(p), "scale": p.softmax_scale}
+        fixed, reads = expressions.split(x.aux, p.program)
+        fixed |= {name: getattr(p, name) for name in LENGTHS} | {"total": padded_rows(p), "scale": p.softmax_scale}
         fixed |= of_strides("q", launch.strides(x.q)) | of_strides("k", launch.strides(x.k))
-        fixed |= expressions.arguments(x.aux, p.program) | ({} if p.sinks else {"sinks": 0})
-        reads = {name: name for name in expressions.of_tensors(x.aux) if fixed.pop(name) is not None}
+        fixed |= {} if p.sinks else {"sinks": 0}
         reads |= {name: name for name in ("q", "k", "lse", "gain", "log2_sum", *["sinks"] * p.sinks)}
         grid = p.batch * p.heads_q * -(-p.seqlen_q // 64)
         return cls(nvrtc.Kernel(binary, expressions.passed(HIGHEST, p.program), 128, fixed=fixed), grid, reads)
@@ -80,17 +77,14 @@ class Step:
     ) -> Step:
         """The kernel of a config; `tensors` are like q, k, v, dout and the gradients."""
         p, (dx, dy) = m.p, m.outputs
-        fixed = (
-            of_strides("dx", launch.strides(tensors[dx]))
-            | of_strides("dy", launch.strides(tensors[dy]))
-            | {name: getattr(p, name) for name in LENGTHS}
-        )
+        fixed, reads = expressions.split(aux, p.program)
+        fixed |= of_strides("dx", launch.strides(tensors[dx])) | of_strides("dy", launch.strides(tensors[dy]))
+        fixed |= {name: getattr(p, name) for name in LENGTHS}
         fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale}
         fixed |= dropout.numbers(p.dropout_p) if p.dropout_p else {}
-        fixed |= expressions.arguments(aux, p.program) | ({"blocks": p.batch * m.blocks} if m.ordered else {})
+        fixed |= {"blocks": p.batch * m.blocks} if m.ordered else {}
         fixed |= {"section": -(-sms // m.blocks)} if m.sectioned else {}
         fixed |= {"rows": padded_rows(p)} if p.program.buries else {}
-        reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
         params = expressions.passed(m.kernels[0], p.program)
         grid = p.batch * (p.heads_kv if m.keys else p.heads_q) * m.blocks
         mapped = dict(zip(MAPPED, ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v"), strict=True))

@@ -203,16 +203,8 @@ class Ready:
         for name, tensor in {"held_x": held_x, "held_y": held_y, "x": x, "y": y}.items():
             values[name] = self.maps[tensor][pairs[tensor].data.data_ptr()]
         (dx, dy), marks = self.outputs, "bad_kv" if self.config.keys else "bad_q"
-        named = {
-            "lse": "lse_log2",
-            "delta": "delta",
-            "gain": "gain",
-            "sinks": "sinks",
-            "dx": dx,
-            "dy": dy,
-            "marks": marks,
-        }
-        values |= {name: at[f"{tensor}_ptr"] for name, tensor in named.items()}
+        named = {name: name for name in ("delta", "gain", "sinks")} | {"lse": "lse_log2", "dx": dx, "dy": dy}
+        values |= {name: at[f"{tensor}_ptr"] for name, tensor in (named | {"marks": marks}).items()}
         self.kernel.launch(self.grid, values | aux)
 
 

@@ -100,14 +100,7 @@ class HopperFp32(KernelSpec):
             ready = plan.cache["hopper"] = Ready.of(binary, plan, x, results.out)
         assert isinstance(ready, Ready)
         ready.start(x, results)
-        changed: dict[str, Any] = {
-            "q_ptr": x.q.data_ptr(), "k_ptr": x.k.data_ptr(), "v_ptr": x.v.data_ptr(),
-            "out_ptr": results.out.data_ptr(), "lse_ptr": lse.data_ptr(), "bad_ptr": marks.data_ptr(),
-            "sinks_ptr": 0 if x.sinks is None else x.sinks.data_ptr(),
-        }  # fmt: skip
-        if any(isinstance(value, torch.Tensor) for value in x.aux):
-            changed["aux"] = codegen.aux_arguments(x.aux, p.program)
-        if not launch.repeat(changed, plan.cache, "marked"):
+        if not launch.repeat(codegen.of_call(p, x) | results.addresses(), plan.cache, "marked"):
             launch.run(fp32_forward.SPEC.over_marked(ready.portable, x, results), plan.cache, "marked")
         return results.out, lse
 

@@ -280,11 +280,10 @@ class Cuts:
 
     def dkdv(self, piece: Piece, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: tuple[Any, ...]) -> Step:
         """The first launch of a piece; `tensors` are like q, k, v, dout and the gradients."""
-        m, fixed = OfKeys(self.p), self.fixed(piece)
+        m, (fixed, reads) = OfKeys(self.p), expressions.split(aux, self.p.program)
+        fixed |= self.fixed(piece) | {"factor": launch.LOG2_E * self.p.softmax_scale}
         for name in ("dk", "dv"):
             fixed |= of_strides(name, launch.strides(tensors[name]))
-        fixed |= {"factor": launch.LOG2_E * self.p.softmax_scale} | expressions.arguments(aux, self.p.program)
-        reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
         params = expressions.passed(DKDV, self.p.program)
         of, of_v = m.widths
         widths = {"k": of, "q": of, "v": of_v, "dout": of_v}
@@ -297,9 +296,8 @@ class Cuts:
         """The second launch of a piece."""
         m, pairs = OfQueries(self.p), piece.heads * self.p.group * -(-self.shape.queries // 2)
         folds = self.skew != cutting.NONE and pairs < FOLDS * self.sms
-        fixed = self.fixed(piece) | of_strides("dq", launch.strides(tensors["dq"]))
-        fixed |= expressions.arguments(aux, self.p.program)
-        reads = {name: name for name in expressions.of_tensors(aux) if fixed.pop(name) is not None}
+        fixed, reads = expressions.split(aux, self.p.program)
+        fixed |= self.fixed(piece) | of_strides("dq", launch.strides(tensors["dq"]))
         fixed |= {
             "resumes": int(piece.first_tile > 0), "ends": int(piece.first_tile + piece.tiles == self.shape.keys),
             "folds": int(folds),

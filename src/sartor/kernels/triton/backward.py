@@ -29,7 +29,6 @@ from sartor.problem import Problem, is_copied
 
 if launch.available():
     from sartor.kernels.triton import codegen, tiles
-    from sartor.kernels.triton import dropout as random
     from sartor.kernels.triton.dbias import dbias_kernel
     from sartor.kernels.triton.dkdv import dkdv_kernel
     from sartor.kernels.triton.dq import dq_kernel
@@ -241,13 +240,8 @@ class TritonBackward(KernelSpec):
         if room is None:
             room = plan.cache["room"] = self.room(p)
         space, made, pairs = room.allocate(x.q.device), self.made(p, x), self.pairs(x, saved.dout)
-        changed = self.changed(x, saved, made)
-        for name, address in room.addresses(space).items():
-            changed[f"{name}_ptr"] = address
-        if x.seed is not None:
-            changed["dropout"] = random.argument(p, x)
-        if any(isinstance(value, torch.Tensor) for value in x.aux):
-            changed["aux"] = codegen.aux_arguments(x.aux, p.program)
+        changed = codegen.of_call(p, x) | self.changed(saved, made)
+        changed |= {f"{name}_ptr": address for name, address in room.addresses(space).items()}
         own = launch.own({"q": x.q, "k": x.k, "v": x.v, "dout": saved.dout}, pairs, *paired)
         own |= table_gradients.own(p, made)
         return Work(launch.key(saved), saved, room, space, made, pairs, changed, own)
@@ -268,7 +262,7 @@ class TritonBackward(KernelSpec):
         delta = rows(w.room, w.space, "delta", p)
         if self._summed(p) != "with sinks" or p.program.score is None:
             return sink_gradient(x, w.saved.lse, delta)  # type: ignore[no-any-return]
-        high = w.room.view(w.space, "gain")[padded_rows(p) :].view(p.batch, p.heads_q, -1)[..., : p.seqlen_q]
+        high = heads(w.room.view(w.space, "gain")[padded_rows(p) :], p)
         return sink_gradient(x, high, delta, rows(w.room, w.space, "gain", p))  # type: ignore[no-any-return]
 
     def gains(self, p: Problem) -> bool:
@@ -315,27 +309,19 @@ class TritonBackward(KernelSpec):
             bad_kv=marks * p.batch * p.heads_kv * -(-p.seqlen_kv // 16),
         )
 
-    def changed(self, x: Operands, saved: Saved, made: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """The addresses of one call by the names of arguments, but for those in a room."""
+    def changed(self, saved: Saved, made: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The addresses of what a call saved and of what it makes, by the names of arguments."""
         found = {
-            "q_ptr": x.q.data_ptr(), "k_ptr": x.k.data_ptr(), "v_ptr": x.v.data_ptr(),
             "out_ptr": saved.out.data_ptr(), "lse_ptr": saved.lse.data_ptr(), "dout_ptr": saved.dout.data_ptr(),
             "dlse_ptr": 0 if saved.dlse is None else saved.dlse.data_ptr(),
-            "sinks_ptr": 0 if x.sinks is None else x.sinks.data_ptr(),
         }  # fmt: skip
-        for name, tensor in made.items():
-            found[f"{name}_ptr"] = tensor.data_ptr()
-        return found
+        return found | {f"{name}_ptr": tensor.data_ptr() for name, tensor in made.items()}
 
     def buffers(
         self, p: Problem, x: Operands, saved: Saved, room: Room, space: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """What launches take besides gradients, by name, as tensors; delta stands for what they do not read."""
-        work = {
-            "dout": saved.dout,
-            "delta": rows(room, space, "delta", p),
-            "lse_log2": rows(room, space, "lse_log2", p),
-        }
+        work = {name: rows(room, space, name, p) for name in ("delta", "lse_log2")} | {"dout": saved.dout}
         delta = work["delta"]
         work["dlse"] = delta if saved.dlse is None else saved.dlse
         work["gain"] = rows(room, space, "gain", p) if self.gains(p) else delta

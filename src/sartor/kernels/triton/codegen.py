@@ -18,11 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from sartor.kernels.triton import maths
+from sartor.kernels.spec import Operands
+from sartor.kernels.triton import dropout, maths
 from sartor.mods.core import BIG
 from sartor.mods.expr import Expr
 from sartor.mods.program import Aux, Program
 from sartor.mods.tracing import not_negative
+from sartor.problem import Problem
 
 _POSITION = {"b": "b", "h": "h", "q": "q", "k": "kv"}
 _FUNCTIONS = {"abs": "tl.abs", "maximum": "tl.maximum", "minimum": "tl.minimum", "where": "tl.where"}
@@ -222,6 +224,20 @@ def _compiled(text: str) -> dict[str, Any]:
     namespace: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": "sartor.generated"} | _SHARED
     exec(compile(header + text, filename, "exec"), namespace)
     return namespace
+
+
+def of_call(p: Problem, x: Operands) -> dict[str, Any]:
+    """What a call does not share with others of its key, by the names of arguments: addresses of inputs, a seed, what
+    masks and scores read."""
+    found: dict[str, Any] = {
+        "q_ptr": x.q.data_ptr(), "k_ptr": x.k.data_ptr(), "v_ptr": x.v.data_ptr(),
+        "sinks_ptr": 0 if x.sinks is None else x.sinks.data_ptr(),
+    }  # fmt: skip
+    if x.seed is not None:
+        found["dropout"] = dropout.argument(p, x)
+    if any(isinstance(value, torch.Tensor) for value in x.aux):
+        found["aux"] = aux_arguments(x.aux, p.program)
+    return found
 
 
 def aux_arguments(aux: tuple[Any, ...], program: Program) -> tuple[Any, ...]:

@@ -30,7 +30,6 @@ if launch.available():
     import triton.language as tl
 
     from sartor.kernels.triton import codegen, marks, products, tiles
-    from sartor.kernels.triton import dropout as random
     from sartor.kernels.triton.bounds import tile_bounds, valid
     from sartor.kernels.triton.dropout import seed_of, stays
     from sartor.kernels.triton.groups import Config, Numbers, Tensors
@@ -201,6 +200,10 @@ class Results(NamedTuple):
     lse: torch.Tensor  # (b, hq, sq) float32
     bad: torch.Tensor  # int32, one mark a tile; lse where there are none
 
+    def addresses(self) -> dict[str, Any]:
+        """By the names of arguments."""
+        return {"out_ptr": self.out.data_ptr(), "lse_ptr": self.lse.data_ptr(), "bad_ptr": self.bad.data_ptr()}
+
 
 OF_PRODUCTS = GENERAL | {WIDE_OUT, DROPOUT}  # whatever is multiplied
 
@@ -293,15 +296,7 @@ class TritonForward(KernelSpec):
         p, pairs = plan.problem, self.pairs(x)
         lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), dtype=torch.float32, device=x.q.device)
         results = self.results(plan, allocate_out(p, x.q), lse)
-        changed: dict[str, Any] = {
-            "q_ptr": x.q.data_ptr(), "k_ptr": x.k.data_ptr(), "v_ptr": x.v.data_ptr(),
-            "out_ptr": results.out.data_ptr(), "lse_ptr": lse.data_ptr(), "bad_ptr": results.bad.data_ptr(),
-            "sinks_ptr": 0 if x.sinks is None else x.sinks.data_ptr(),
-        }  # fmt: skip
-        if x.seed is not None:
-            changed["dropout"] = random.argument(p, x)
-        if any(isinstance(value, torch.Tensor) for value in x.aux):
-            changed["aux"] = codegen.aux_arguments(x.aux, p.program)
+        changed = codegen.of_call(p, x) | results.addresses()
         if not launch.repeat(changed, plan.cache, own=launch.own({"q": x.q, "k": x.k, "v": x.v}, pairs, "forward")):
             launch.run(self.steps(plan, x, results, pairs), plan.cache)
         return results.out, lse
