@@ -9,6 +9,7 @@ import torch
 
 from sartor import mods, testing
 from sartor.api import attention
+from sartor.testing import budgets, oracle
 
 UNIT = torch.finfo(torch.bfloat16).eps / 2  # of terms of size 1
 ROWS = 256
@@ -73,7 +74,7 @@ def test_verify_asks_for_the_gradient_through_lse(monkeypatch):
         out, lse = attention(q, k, v, **options)
         return (out, lse.detach() + 0 * out.sum()) if options.get("kernel") != "reference" else (out, lse)
 
-    monkeypatch.setattr(testing, "attention", deaf)
+    monkeypatch.setattr(budgets, "attention", deaf)
     x = testing.make_inputs(1, 2, 2, 9, 13, 16, dtype=torch.float32, layout="bshd")
     testing.verify(*x)
     with pytest.raises(AssertionError, match=r"dq|dk"):
@@ -96,6 +97,6 @@ def test_the_oracle_is_the_same_in_pieces(monkeypatch):
         return found | {f"size of {n}": t for n, t in size.items()} | {"s_max": torch.tensor(s_max)}
 
     whole = everything()
-    monkeypatch.setattr(testing, "SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(oracle, "SCORES_AT_ONCE", 1)
     for name, t in everything().items():
         torch.testing.assert_close(t, whole[name], rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)

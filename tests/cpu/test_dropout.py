@@ -10,6 +10,7 @@ import sartor
 from sartor import testing
 from sartor.kernels import blocked, dropout
 from sartor.kernels.spec import Tile
+from sartor.testing import oracle
 
 SEED = torch.tensor([0x0123456789ABCDEF])
 KNOWN = [  # counter, key, and what comes of them: the test vectors of Random123, which the paper's authors publish
@@ -113,7 +114,7 @@ DROPOUT = {"dropout_p": 0.25, "dropout_seed": SEED}
 def test_the_oracle_in_pieces_has_the_mask_of_the_whole(monkeypatch):
     q, k, v = testing.make_inputs(2, 4, 2, 30, 40, 8, dtype=torch.float32, layout="bshd")
     want = testing.reference(q, k, v, **DROPOUT)
-    monkeypatch.setattr(testing, "SCORES_AT_ONCE", 2 * 30 * 40)
+    monkeypatch.setattr(oracle, "SCORES_AT_ONCE", 2 * 30 * 40)
     for found, whole in zip(testing.reference(q, k, v, **DROPOUT), want, strict=True):
         torch.testing.assert_close(found, whole)
 

@@ -37,7 +37,7 @@ from sartor.problem import Call
 
 GPU_KERNELS = ("triton", "hopper", "fp32")  # their evidence is made on a GPU; the others' by every test run
 Case = tuple[str, Workload]  # a provider, and what it computes
-NOT_LAUNCHED = ("lab", "compat", "testing.py", "cli.py")  # parts of the package that no launch depends on
+NOT_LAUNCHED = ("lab", "compat", "testing", "cli.py")  # parts of the package that no launch depends on
 HERE = ("measure/machine_code.py", "measure/rehearsal.py", "measure/fingerprint.py", "measure/planned.py",
         "measure/providers.py", "workloads/workload.py")  # fmt: skip
 
