@@ -6,6 +6,7 @@ from functools import partial
 
 from sartor.device import Device
 from sartor.kernels.cuda import host
+from sartor.kernels.spec import Tile
 from sartor.problem import Problem
 
 CAPABILITY, TARGET = 90, "sm_90a"
@@ -13,6 +14,7 @@ ROWS = 64  # of a warpgroup's product
 WARPGROUP = 128  # threads
 SMS = 132  # of an H100 SXM and an H200
 SHARED_BYTES = 227 << 10  # that a block may take
+REPAIR_TILE = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 build = partial(host.build, TARGET)
 
 

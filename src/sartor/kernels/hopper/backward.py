@@ -20,6 +20,7 @@ from sartor import pending
 from sartor.device import Device
 from sartor.features import BIAS_GRADIENT, BITS_16, COMMON, DROPOUT, PAIRS, SCORE, SHARED_LSE
 from sartor.kernels.hopper import arch
+from sartor.kernels.hopper.arch import REPAIR_TILE
 from sartor.kernels.hopper.backward_config import Config, partial_sums, sums
 from sartor.kernels.hopper.backward_launches import Ready
 from sartor.kernels.hopper.backward_problem import (
@@ -32,13 +33,12 @@ from sartor.kernels.hopper.backward_problem import (
     unseen,
     why_no_gradient,
 )
-from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
+from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved, Tile
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import TritonBackward
 from sartor.problem import Problem
 
 DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
-REPAIR_TILE = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
 
 class HopperBackward(TritonBackward):
@@ -72,9 +72,7 @@ class HopperBackward(TritonBackward):
         assert tile is not None
         yield tile
 
-    def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
-        """Whether it is that one."""
-        return tile in legal(self, p, dev)
+    fits = KernelSpec.fits  # no other
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory that a block takes, of the kernels the one that takes most."""

@@ -20,7 +20,8 @@ from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.pairs import maps, noise
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.hopper import arch, backward_problem
-from sartor.kernels.spec import Gradients, Operands, Plan, Saved, Tile, legal
+from sartor.kernels.hopper.arch import REPAIR_TILE
+from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved, Tile
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.fp32_backward import Fp32Backward
 from sartor.problem import Problem
@@ -41,7 +42,6 @@ PARAMS = Params(
 )  # fmt: skip
 DIMS = range(17, 129)  # the wider of the two: registers hold no more, and less is hardly work for a tensor core
 ROWS = 128  # that a block holds
-REPAIR_TILE = Tile(64, 64, 4, 1, Tile(64, 64, 4, 1))  # of what computes marked tiles again: a mark is for 64 rows
 
 
 class HopperFp32Backward(Fp32Backward):
@@ -62,9 +62,7 @@ class HopperFp32Backward(Fp32Backward):
         stages = sum(Config(p, True).stages)
         yield Tile(64, ROWS, 12, stages, Tile(ROWS, 64, 12, stages))
 
-    def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
-        """Whether it is that one."""
-        return tile in legal(self, p, dev)
+    fits = KernelSpec.fits  # no other
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory that a block of dk and dv takes."""

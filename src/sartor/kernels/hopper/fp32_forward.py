@@ -20,7 +20,7 @@ from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper import forward as hopper_forward
-from sartor.kernels.spec import KernelSpec, Operands, Plan, Tile, allocate_out
+from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import fp32_forward, launch
 from sartor.kernels.triton.forward import Results
 from sartor.problem import Problem
@@ -45,13 +45,14 @@ FEW_TILES = 8  # a head's query tiles that use up its keys faster than two warps
 SECTION_HEADS = 4  # that are worked on at the same time, at least
 
 
-class HopperFp32(KernelSpec):
+class HopperFp32(hopper_forward.HopperForward):
     """See the module."""
 
     name = "hopper_fp32"
     family = "fp32"
     backwards = ("hopper_fp32_backward", "fp32_backward")
     features = GENERAL | GRADIENTS | {F32}
+    any_layout = False
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
         """What TMA, wgmma and the run-time compiler need, beside what pairs do."""
@@ -74,14 +75,9 @@ class HopperFp32(KernelSpec):
                     if fits and m.shared_bytes <= launch.smem_limit(dev):
                         yield m.tile
 
-    def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
-        """The tile with fewer queries, where few tiles leave SMs idle."""
-        return Config.of(p, tile).suited(dev)
-
-    def shared_bytes(self, plan: Plan) -> int:
-        """Dynamic shared memory a block takes."""
-        assert plan.tile is not None
-        return Config.of(plan.problem, plan.tile).shared_bytes
+    def config(self, p: Problem, tile: Tile) -> Config:
+        """What the kernel is compiled for."""
+        return Config.of(p, tile)
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel compiled for a problem; needs no GPU."""
