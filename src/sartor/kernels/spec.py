@@ -99,8 +99,8 @@ class KernelSpec:
         return ()
 
     def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
-        """Whether a tuned tile is legal that `tiles` does not list."""
-        return False
+        """Whether a tuned tile is legal."""
+        return tile in legal(self, p, dev)
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
         """The tile, or another for as many of them as a problem has."""

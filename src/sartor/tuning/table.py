@@ -69,12 +69,11 @@ def find(spec: KernelSpec, p: Problem, dev: Device) -> Row | None:
 @lru_cache(maxsize=1024)
 def _legal_rows(spec: KernelSpec, p: Problem, dev: Device) -> list[list[Row]]:
     """Of a class of lengths the rows whose tiles are legal, those first that were tuned for the most alike."""
-    tiles, mask = legal(spec, p, dev), mask_class(p)
+    mask, known = mask_class(p), rows(dev.arch)
     masks = dict.fromkeys((mask, "full" if mask == "band" else "band"))
     dims = dict.fromkeys((bucket(p.dim, step), bucket(p.dim_v, step)) for step in (8, 16))
-    known = rows(dev.arch)
     found = [known.get((spec.name, p.dtype.itemsize * 8, *of, kind), []) for of, kind in product(dims, masks)]
-    return [[row for row in some if row.tile in tiles or spec.fits(p, dev, row.tile)] for some in found]
+    return [[row for row in some if spec.fits(p, dev, row.tile)] for some in found]
 
 
 def blocks(p: Problem, tile: Tile) -> int:

@@ -72,7 +72,7 @@ class HopperBackward(TritonBackward):
         assert tile is not None
         yield tile
 
-    fits = KernelSpec.fits  # no other
+    fits = KernelSpec.fits
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory that a block takes, of the kernels the one that takes most."""

@@ -62,7 +62,7 @@ class HopperFp32Backward(Fp32Backward):
         stages = sum(Config(p, True).stages)
         yield Tile(64, ROWS, 12, stages, Tile(ROWS, 64, 12, stages))
 
-    fits = KernelSpec.fits  # no other
+    fits = KernelSpec.fits
 
     def shared_bytes(self, plan: Plan) -> int:
         """Dynamic shared memory that a block of dk and dv takes."""
