@@ -48,6 +48,7 @@ def of_every_family(request, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "family", request.param)
     monkeypatch.setattr(hopper_forward.Config, "suited", lambda m, dev: m.tile)
     monkeypatch.setattr(schedule, "LONG", 1)
+    monkeypatch.setattr(hopper_forward, "_config", hopper_forward.Config.of)  # none is kept that knows another LONG
     forget_plans()
     yield
     forget_plans()

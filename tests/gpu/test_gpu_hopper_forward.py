@@ -265,6 +265,7 @@ def test_parts(dims, heads, monkeypatch):
     """Nor does it where the last wave is split, to any width, with some slices left of each head."""
     q, k, v = testing.make_inputs(1, heads, heads, 64 * 5 - 9, 200, *dims, torch.bfloat16, "cuda", "bshd", 0)
     call, found, widths = Call(q, k, v, sinks=torch.randn(heads, device="cuda")), [], set()
+    monkeypatch.setattr(hopper_forward, "_config", hopper_forward.Config.of)  # none is kept that knows another LONG
     for long in (1 << 30, 1):
         monkeypatch.setattr(schedule, "LONG", long)
         for tile in SPEC.tiles(Problem.of(call), DEVICE):
