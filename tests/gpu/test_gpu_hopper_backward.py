@@ -272,8 +272,10 @@ def test_order_of_blocks(tokens):
     assert spec.why_not(p, device) == []
     (m,) = Config.all(p)
     found = torch.full((m.blocks + 1,), -1, dtype=torch.int32, device="cuda")
-    aux = expressions.arguments(aux_values(call), p.program)
-    Step.order(m, m.compile(), {}).start({"order": found.data_ptr()}, aux)
+    aux = aux_values(call)
+    step, tables = Step.order(m, m.compile(), aux), [t for t in aux if isinstance(t, torch.Tensor)]
+    reads = dict(zip(expressions.of_tensors(aux), tables, strict=True)) | {"order": found}
+    step.kernel.launch(step.grid, {name: t.data_ptr() for name, t in reads.items()})
     *order, claimed = found.tolist()
     assert claimed == 0
     lo, hi = (t.cpu().view(-1).clamp(max=tokens) for t in call.mask.tensors[2:])
