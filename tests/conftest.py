@@ -60,7 +60,15 @@ def pending(request, monkeypatch):
 
 def pytest_addoption(parser):
     parser.addoption("--kernels", default="", help="comma-separated: only tests that judge one of these kernels")
+    parser.addoption("--rehearse", action="store_true", help="GPU tests without a GPU: see rehearse.py")
     parser.addoption("--planned", default="", help="file to write: the tests that will be run, and what each judges")
+
+
+def pytest_configure(config):
+    if config.option.rehearse:
+        import rehearse
+
+        config.pluginmanager.register(rehearse.Plugin())
 
 
 def pytest_collection_modifyitems(config, items):
