@@ -17,7 +17,7 @@ masks = pytest.importorskip("transformers.masking_utils")
 PLAN = models.Plan(
     Workload(2, 4, 2, 32, 32, 16, 16, "bfloat16", "causal", "fwd_bwd"),
     Workload(3, 4, 2, 1, 16, 16, 16, "bfloat16", "cached", "decode"),
-    layers=2, inner=96, vocab=64, curve=2, rounds=1, turn=1, texts=1, tokens=3, first_s=300,
+    layers=2, inner=96, vocab=64, curve=4, rounds=1, turn=1, texts=1, tokens=3, first_s=300,
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ import torch
 from sartor.integrations.transformers import register
 from sartor.lab.measure import providers
 from sartor.lab.measure.records import Record, Run, sm_clock_mhz, write
-from sartor.lab.measure.steps import WIDER, budget, curve, in_turns, repeated, time_of
+from sartor.lab.measure.steps import ORDERS, WIDER, budget, curve, in_turns, repeated, time_of
 from sartor.lab.workloads.workload import Workload
 
 Tensor = torch.Tensor
@@ -100,15 +100,15 @@ def model(plan: Plan, name: str, w: Workload, device: torch.device) -> Any:
 class Training:
     """A model with its optimizer and its stream of tokens."""
 
-    def __init__(self, plan: Plan, name: str, device: torch.device) -> None:
+    def __init__(self, plan: Plan, name: str, device: torch.device, order: int = 0) -> None:
         self.model = model(plan, name, plan.training, device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=device.type == "cuda")
-        self.plan, self.noise = plan, torch.Generator(device).manual_seed(1)
+        self.plan, self.noise, self.order = plan, torch.Generator(device).manual_seed(1), order
 
     def step(self) -> Tensor:
         """One step; its loss, on the device."""
         w = self.plan.training
-        tokens = repeated(w.batch, w.seqlen_q, self.plan.vocab, self.noise)
+        tokens = repeated(w.batch, w.seqlen_q, self.plan.vocab, self.noise).roll(self.order, 0)
         loss: Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         self.optimizer.step()
@@ -198,13 +198,15 @@ def training(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
 
     w = plan.training
     records, runs, curves = _started(run, w, make, plan.first_s)
+    eager = [curves["eager"]]
+    eager += [curve(Training(plan, "eager", device, i).step, plan.curve) for i in range(1, ORDERS)]
     exact, before = curves["wider"], sm_clock_mhz(device)
     for name, samples in in_turns(runs, device, plan.rounds, plan.turn).items():
         r = records[name]
         ms = time_of(r, samples, before, device)
         r.counters = {"tokens/s": w.batch * w.seqlen_q / ms * 1e3, "loss last": float(curves[name][-1])}
         r.err_max = float((curves[name] - exact).abs().max())
-        r.err_budget = budget(curves["eager"], exact, torch.float32)
+        r.err_budget = budget(eager, exact, torch.float32)
     yield from (records[name] for name in COUNTED)
 
 
@@ -226,7 +228,7 @@ def generation(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
         ms = time_of(r, [ms / plan.tokens for ms in samples], before, device)
         r.counters = {"tokens/s": w.batch / ms * 1e3}
         r.err_max = float((logits[name] - exact).abs().max())
-        r.err_budget = budget(logits["eager"], exact, w.torch_dtype)
+        r.err_budget = budget([logits["eager"]], exact, w.torch_dtype)
     yield from (records[name] for name in COUNTED)
 
 
