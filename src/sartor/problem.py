@@ -68,7 +68,9 @@ class Call:
         if causal is not False and causal is not True and (not isinstance(causal, str) or causal not in ALIGNMENTS):
             raise ValueError(f"causal must be False, True, 'bottom_right' or 'top_left', got {causal!r}")
         if self.window is not None:
-            self.window = sides(self.window)
+            left, right = self.window = sides(self.window)
+            if left is None and (right is None or right == 0 or causal):  # a causal mask, or none, by another name
+                self.causal, self.window = causal or right == 0, None
         if self.softmax_scale is not None:
             self.softmax_scale = real("softmax_scale", self.softmax_scale)
         if type(self.softcap) is not float:
@@ -330,8 +332,6 @@ def band(causal: bool | str, window: tuple[int | None, int | None] | None) -> Ma
     if window is None:
         return masks.causal(align) if causal else None
     left, right = window
-    if left is None and right is None:
-        return masks.causal(align) if causal else None
     return masks.window(left, 0 if causal else right, align)
 
 

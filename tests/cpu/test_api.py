@@ -104,6 +104,18 @@ def test_a_window_without_a_left_end_is_a_band():
     assert problem.mask_class(Problem.of(Call(x, x, x, window=(299, 5)))) == "window"
 
 
+@pytest.mark.parametrize("window", [(None, 0), (-1, 0), (None, None), (None, 3)])
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+def test_a_causal_mask_told_by_a_window_is_a_causal_mask(window, causal):
+    """As flash-attn's `window_size=(-1, 0)` and transformers' masks tell it; for one query that is no mask."""
+    x = torch.empty(1, 300, 4, 64, dtype=torch.bfloat16, device="meta")
+    for q in (x, x[:, :1]):
+        found, plain = Call(q, x, x, causal=causal, window=window), causal or window[1] == 0
+        assert (found.key() == Call(q, x, x, causal=plain).key()) is (plain is not False or window[1] is None)
+        if plain is True and q.shape[1] == 1:
+            assert Problem.of(found).program.keep is None
+
+
 @needs_triton
 @pytest.mark.skipif(bool(nvrtc.missing()), reason=nvrtc.missing())
 def test_kernel_by_its_own_name():

@@ -48,8 +48,8 @@ def test_what_fails_is_told(monkeypatch) -> None:
                 raise ValueError("no")
             return super().step()
 
-        def __init__(self, plan, name, device, compiled=None):
-            super().__init__(plan, name, device, bool(compiled))
+        def __init__(self, plan, name, device, compiled=None, order=0):
+            super().__init__(plan, name, device, bool(compiled), order)
             self.name, self.turns = name, compiled is not None
 
     monkeypatch.setattr(steps, "Training", Broken)

@@ -153,6 +153,10 @@ def test_operators_are_those_of_matrices():
     assert torch.equal(full[2], full[0] & full[1])
     assert torch.equal(full[3], full[0] | full[1])
     assert torch.equal(full[4], ~full[0])
+    keep = torch.rand(1, 1, 7, 9, generator=torch.Generator().manual_seed(0)) > 0.5  # a tensor on either side
+    for either, both in ((a | keep, a & keep), (keep | a, keep & a)):
+        assert torch.equal(either.materialize(1, 1, 7, 9), full[0] | keep)
+        assert torch.equal(both.materialize(1, 1, 7, 9), full[0] & keep)
 
 
 # ---- the tracer

@@ -4,13 +4,14 @@
 
 What is timed is the wall time of a step, optimizer included, as a training loop sees it: where the host is late, that
 counts. Loss curves are held against that of the same model whose attention is computed in a wider dtype. They may
-differ from it by twice as much as that of plain PyTorch in the inputs' dtype does.
+differ from it by twice as much as those of plain PyTorch in the inputs' dtype do, which see the sequences of a batch in
+several orders: the mean loss is the same, and its rounding another.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -35,6 +36,7 @@ SUITE, FAMILY = "steps", "step"
 GPT2 = Workload(8, 12, 12, 1024, 1024, 64, 64, "bfloat16", "causal", "fwd_bwd")
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 COUNTED = ("sartor", "sdpa")
+ORDERS = 3  # of the sequences of a batch, in which a training is repeated to see how far rounding alone takes losses
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class Plan:
     w: Workload = GPT2
     layers: int = 12
     vocab: int = 50304
-    curve: int = 30  # steps of a loss curve
-    rounds: int = 6
-    turn: int = 10  # steps of a turn, after two that do not count
+    curve: int = 16  # steps of a loss curve
+    rounds: int = 4
+    turn: int = 8  # steps of a turn, after two that do not count
     compiled: tuple[bool, ...] = (False, True)
 
 
@@ -117,21 +119,21 @@ class Stack(nn.Module):
 class Training:
     """A stack with its optimizer and its stream of tokens; the same start for every attention."""
 
-    def __init__(self, plan: Plan, name: str, device: torch.device, compiled: bool = False) -> None:
+    def __init__(self, plan: Plan, name: str, device: torch.device, compiled: bool = False, order: int = 0) -> None:
         torch.manual_seed(0)
         stack = Stack(plan, ATTENTION[name], device)
         gpu = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(stack.parameters(), lr=3e-4, fused=gpu)
-        self.model: Any = torch.compile(stack) if compiled else stack
-        self.plan, self.device = plan, device
+        self.model, self.plan, self.device, self.order = stack, plan, device, order
+        if compiled:  # what is compiled for one layer serves them all
+            for layer in stack.layers:
+                layer.compile()
         self.noise = torch.Generator(device).manual_seed(1)
 
     def step(self) -> Tensor:
-        """One step; its loss, on the device. The second half of a sequence repeats the first: attention is of use."""
+        """One step; its loss, on the device."""
         w = self.plan.w
-        half = (w.batch, w.seqlen_q // 2 + 1)
-        first = torch.randint(min(1024, self.plan.vocab), half, generator=self.noise, device=self.device)
-        tokens = torch.cat([first, first], 1)[:, : w.seqlen_q + 1]
+        tokens = repeated(w.batch, w.seqlen_q + 1, self.plan.vocab, self.noise).roll(self.order, 0)
         with torch.autocast(self.device.type, w.torch_dtype, enabled=w.torch_dtype != torch.float32):
             loss = self.model(tokens)
         loss.backward()
@@ -140,56 +142,76 @@ class Training:
         return cast(Tensor, loss.detach())
 
 
-def curve(plan: Plan, name: str, device: torch.device) -> Tensor:
+def repeated(batch: int, length: int, vocab: int, noise: torch.Generator) -> Tensor:
+    """int64 (batch, length): the second half of a sequence repeats the first, so that attention is of use."""
+    half = (batch, (length + 1) // 2)
+    first = torch.randint(min(1024, vocab), half, generator=noise, device=noise.device)
+    return torch.cat([first, first], 1)[:, :length]
+
+
+def curve(step: Callable[[], Tensor], steps: int) -> Tensor:
     """float64 (steps,) on the CPU: the losses of one training."""
-    training = Training(plan, name, device)
-    return torch.stack([training.step() for _ in range(plan.curve)]).double().cpu()
+    return torch.stack([step() for _ in range(steps)]).double().cpu()
 
 
-def in_turns(trainings: Mapping[str, Training], plan: Plan) -> dict[str, list[float]]:
-    """Milliseconds of a step, one sample a turn, by name."""
-    samples: dict[str, list[float]] = {name: [] for name in trainings}
-    for order in islice(orders(list(trainings)), plan.rounds):
+def budget(eager: Sequence[Tensor], exact: Tensor, dtype: torch.dtype) -> float:
+    """How far from `exact`, of wider attention, results of `dtype` may be: twice as far as the farthest of plain
+    PyTorch's, and a rounding."""
+    rounding = torch.finfo(dtype).eps * float(exact.abs().max())
+    return FORWARD_FACTOR * max(float((one - exact).abs().max()) for one in eager) + rounding
+
+
+def in_turns(
+    runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, turn: int, lead: int = 2
+) -> dict[str, list[float]]:
+    """Milliseconds of a run, one sample a turn of so many runs after `lead` that do not count, by name."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for order in islice(orders(list(runs)), rounds):
         for name in order:
-            training = trainings[name]
-            for _ in range(2):
-                training.step()
-            synchronize(training.device)
+            for _ in range(lead):
+                runs[name]()
+            synchronize(device)
             start = time.perf_counter()
-            for _ in range(plan.turn):
-                training.step()
-            synchronize(training.device)
-            samples[name].append((time.perf_counter() - start) * 1e3 / plan.turn)
+            for _ in range(turn):
+                runs[name]()
+            synchronize(device)
+            samples[name].append((time.perf_counter() - start) * 1e3 / turn)
     return samples
+
+
+def time_of(r: Record, samples: Sequence[float], before: float | None, device: torch.device) -> float:
+    """Write the median of some samples and the clocks around them into a record; that median."""
+    ordered = sorted(samples)
+    r.ms = median(samples)
+    r.ms_p20, r.ms_p80 = (ordered[round(at * (len(ordered) - 1))] for at in (0.2, 0.8))
+    r.clock_mhz_before, r.clock_mhz_after = before, sm_clock_mhz(device)
+    return r.ms
 
 
 def measure(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
     """A record of every attention, eager and compiled; loss curves are of the eager ones."""
-    curves = {name: curve(plan, name, device) for name in ATTENTION}
-    exact = curves["wider"]
-    rounding = torch.finfo(torch.float32).eps * float(exact.abs().max())
-    budget = FORWARD_FACTOR * float((curves["eager"] - exact).abs().max()) + rounding
+    curves = {name: curve(Training(plan, name, device).step, plan.curve) for name in ATTENTION}
+    exact, eager = curves["wider"], [curves["eager"]]
+    eager += [curve(Training(plan, "eager", device, order=i).step, plan.curve) for i in range(1, ORDERS)]
+    allowed = budget(eager, exact, torch.float32)
     for compiled in plan.compiled:
         records, trainings = {}, {}
         for name in COUNTED:
             records[name] = Record.of(run, f"{FAMILY}:{name}" + (":compiled" if compiled else ""), plan.w)
             try:
-                trainings[name] = Training(plan, name, device, compiled)
-                trainings[name].step()
+                training = Training(plan, name, device, compiled)
+                training.step()
+                trainings[name] = training.step
             except Exception as error:  # a fact about it, as in the bench
                 records[name].skipped = providers.reason(error)
-                trainings.pop(name, None)
         before = sm_clock_mhz(device)
-        for name, samples in in_turns(trainings, plan).items():
-            r, ordered = records[name], sorted(samples)
-            r.ms = median(samples)
-            r.ms_p20, r.ms_p80 = (ordered[round(at * (len(ordered) - 1))] for at in (0.2, 0.8))
-            r.clock_mhz_before, r.clock_mhz_after = before, sm_clock_mhz(device)
-            losses = curves[name]
-            r.counters = {"tokens/s": plan.w.batch * plan.w.seqlen_q / r.ms * 1e3}
+        for name, samples in in_turns(trainings, device, plan.rounds, plan.turn).items():
+            r, losses = records[name], curves[name]
+            ms = time_of(r, samples, before, device)
+            r.counters = {"tokens/s": plan.w.batch * plan.w.seqlen_q / ms * 1e3}
             if not compiled:
                 r.counters |= {"loss first": float(losses[0]), "loss last": float(losses[-1])}
-                r.err_max, r.err_budget = float((losses - exact).abs().max()), budget
+                r.err_max, r.err_budget = float((losses - exact).abs().max()), allowed
         yield from records.values()
 
 

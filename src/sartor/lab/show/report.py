@@ -18,7 +18,7 @@ from sartor.lab.workloads.workload import MODES
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 VIEWS = (
     "fwd", "bwd", "fwd_bwd", "decode", "graph", "memory", "accuracy", "errors", "host", "cost", "first",
-    "visited", "changes", "ranks", "traffic", "steps", "overlap", "blocks", "forecast",
+    "visited", "changes", "ranks", "traffic", "steps", "models", "overlap", "blocks", "forecast",
 )  # fmt: skip
 FILES = ("README.md", "docs/results.md", "docs/ladder.md", "docs/numerics.md", "docs/distributed.md")
 
@@ -68,6 +68,7 @@ def _table(view: str, suite: str, chosen: list[Record], verified: tables.Verifie
         "ranks": lambda: ranks.errors(chosen),
         "traffic": lambda: ranks.traffic(chosen),
         "steps": lambda: steps.steps(chosen),
+        "models": lambda: steps.models(chosen),
         "overlap": lambda: overlap.table(chosen),
         "blocks": lambda: scaling.blocks(chosen),
         "forecast": lambda: scaling.forecast(chosen),

@@ -1,4 +1,4 @@
-"""The table of training steps."""
+"""The tables of training steps, and of what models of transformers do."""
 
 from __future__ import annotations
 
@@ -26,4 +26,28 @@ def steps(records: list[Record]) -> Table:
         ])  # fmt: skip
         if r.skipped:
             table.notes.append(f"{names.provider(name)}: {r.skipped}")
+    return table
+
+
+def models(records: list[Record]) -> Table:
+    """Wall time of a training step and of a generated token by attention, tokens a second, against SDPA; and how far
+    losses and logits are from those of wider attention."""
+    w = records[0].workload
+    headers = ["", "attention", "ms", "tokens/s", f"vs {names.provider('sdpa')}", "apart / budget"]
+    table = Table(f"{records[0].plan} ({w.dtype}, H={w.heads_q}, H kv={w.heads_kv}, D={w.dim})", headers, [])
+    table.words = ("attention",)
+    times = {(r.mode, r.provider): r.ms for r in records if r.ms}
+    for r in records:
+        w, found = r.workload, r.counters or {}
+        name, base = names.provider(r.provider.partition(":")[2]), times.get((r.mode, "model:sdpa"))
+        what = f"training step, B={w.batch}, N={w.seqlen_q}" if r.mode == "fwd_bwd" else (
+            f"generated token, B={w.batch}, N kv up to {w.seqlen_kv}"
+        )  # fmt: skip
+        table.rows.append([
+            what, name, number(r.ms), f"{found['tokens/s']:.0f}" if found else NONE,
+            f"{base / r.ms:.2f}x" if base and r.ms else NONE,
+            NONE if r.err_max is None or not r.err_budget else f"{r.err_max:.1e} / {r.err_budget:.1e}",
+        ])  # fmt: skip
+        if r.skipped:
+            table.notes.append(f"{name}, {what.partition(',')[0]}: {r.skipped}")
     return table
