@@ -45,7 +45,7 @@ class Plan:
     layers: int = 12
     vocab: int = 50304
     curve: int = 30  # steps of a loss curve
-    rounds: int = 6
+    rounds: int = 4
     turn: int = 10  # steps of a turn, after two that do not count
     compiled: tuple[bool, ...] = (False, True)
 
@@ -122,7 +122,9 @@ class Training:
         stack = Stack(plan, ATTENTION[name], device)
         gpu = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(stack.parameters(), lr=3e-4, fused=gpu)
-        self.model: Any = torch.compile(stack) if compiled else stack
+        self.model = stack
+        for layer in stack.layers if compiled else ():  # one graph for all, which takes a compiler seconds, not minutes
+            layer.compile()
         self.plan, self.device = plan, device
         self.noise = torch.Generator(device).manual_seed(1)
 
