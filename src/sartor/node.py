@@ -92,9 +92,9 @@ def serve(*keys: str) -> torch.library.Library:
     """Give the operator kernels under a dispatch key, and its backward under both: that of autograd too, where a
     gradient is told that it has none."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl(OPERATOR, _forward, keys[0], allow_override=True)
+    library.impl(OPERATOR, _forward, keys[0])
     for key in keys:
-        library.impl(f"{OPERATOR}_backward", _backward, key, allow_override=True)
+        library.impl(f"{OPERATOR}_backward", _backward, key)
     _SERVED.append(library)  # which lasts as long as this
     return library
 
