@@ -12,7 +12,8 @@ import torch
 
 import sartor
 import settings
-from sartor import node, ops
+from sartor import mods, node, ops
+from sartor.mods.recent import Recent
 from sartor.problem import Call
 
 NUMBERS = {
@@ -134,3 +135,52 @@ def test_what_has_more_to_keep_has_a_node_of_ours(options):
     if "dropout_p" in options:
         options = {**options, "dropout_seed": torch.tensor([3])}
     assert node.Native.of(ops.prepare(Call(q, k, v, **options)), "bshd", torch.device("cpu")) is None
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Tensors that say they are on a GPU, no plan from before, and the calls that go the long way."""
+    made = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(ops, "PREPARED", Recent(64))
+    monkeypatch.setattr(ops, "run", lambda *a, run=ops.run: made.append(a) or run(*a))
+    return made
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_calls_of_q_k_and_v_are_found_by_a_short_key(layout, on_gpu):
+    leaves = settings.inputs("cpu", torch.float32, 16)
+    if layout == "bhsd":
+        leaves = tuple(t.detach().transpose(1, 2).requires_grad_() for t in leaves)
+    for options in (*NUMBERS.values(), {"causal": "top_left"}):
+        for given in (leaves, [t.detach() for t in leaves]):
+            out = sartor.attention(*given, kernel="blocked", layout=layout, **options)
+            other = sartor.attention(*given, kernel="blocked", layout=layout, return_lse=True, **options)[0]
+            assert torch.equal(out, other)
+            assert not out.requires_grad or out.grad_fn.name() == "ScaledDotProductFlashAttentionForCpuBackward0"
+            assert len(on_gpu) == 1  # the one that wants lse
+            on_gpu.clear()
+
+
+def test_other_places_and_orders_have_other_plans(on_gpu):
+    """What a plan depends on besides shapes is part of the short key too."""
+    q, k, v = (t.detach() for t in settings.inputs("cpu", torch.float32, 16))
+    for given in ((q, k, v), (settings.shifted(q), k, v), (settings.moved(q), k, v)):
+        before = len(ops.PREPARED)
+        sartor.attention(*given, kernel="blocked")
+        assert len(ops.PREPARED) == before + 2  # by the short key, and by the call's
+    before = len(ops.PREPARED)
+    with settings.deterministic():
+        sartor.attention(q, k, v, kernel="blocked")
+    assert len(ops.PREPARED) == before + 2
+
+
+def test_hooks_and_masks_go_the_long_way(on_gpu):
+    leaves = settings.inputs("cpu", torch.float32, 16)
+    with settings.hooked(settings.shifted, settings.moved):
+        sartor.attention(*leaves, kernel="blocked")
+    sartor.attention(*leaves, mask=torch.ones(96, 96, dtype=torch.bool), kernel="blocked")
+    sartor.attention(*leaves, mask=mods.causal(), kernel="blocked")
+    assert len(on_gpu) == 3
+    with pytest.raises(ValueError, match="window"):
+        sartor.attention(*leaves, window=(1, -5), kernel="blocked")
