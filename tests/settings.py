@@ -6,10 +6,12 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sartor
 from sartor import mods, testing
@@ -156,8 +158,22 @@ def without_gradients(call: Call, leaves: Results) -> Results:
     return (out, *want[1:])
 
 
-def copied(call: Call, leaves: Results) -> Results:
-    return results(copy.deepcopy(call), leaves)
+def cast(call: Call, leaves: Results) -> Results:
+    """Under autocast to the dtype that 16-bit inputs have anyway; others to themselves."""
+    narrow = leaves[0].dtype in (torch.float16, torch.bfloat16)
+    with torch.autocast(leaves[0].device.type, leaves[0].dtype if narrow else torch.bfloat16, enabled=narrow):
+        return results(call, leaves)
+
+
+def selective(call: Call, leaves: Results) -> Results:
+    """Checkpointing that keeps what attention gives and computes all else again."""
+
+    def policy(_: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        kept = operator == torch.ops.sartor.attention.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return results(lambda *t: checkpoint(call, *t, use_reentrant=False, context_fn=contexts), leaves)
 
 
 def compiled(**options: Any) -> Callable[[Call, Results], Results]:
@@ -178,12 +194,62 @@ SETTINGS: dict[str, Callable[[Call, Results], Results]] = {
     "default_dtype_fp64": within(lambda: default_dtype(torch.float64)),
     "default_device_meta": within(lambda: torch.device("meta")),
     "deterministic": within(deterministic),
+    "autocast": cast,
     "inference_mode": without_gradients,
     "checkpoint": checkpointed(reentrant=False),
     "checkpoint_reentrant": checkpointed(reentrant=True),
+    "checkpoint_selective": selective,
     "hooks_other_strides": within(lambda: hooked(moved, lambda t: t)),
     "hooks_off_16_bytes": within(lambda: hooked(lambda t: t, shifted), lambda: hooked(shifted, lambda t: t)),
     "hooks_save_on_cpu": within(torch.autograd.graph.save_on_cpu),
     "threads": threaded,
 }
+
+
+class Layer(torch.nn.Module):
+    """Attention with a mask of tensors, as a model's layer may hold it; q, k and v of four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(64, 64)
+        self.mask = mods.causal() & mods.document((torch.arange(20) // 7)[None])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.project(x).unflatten(-1, (4, 16))
+        return sartor.attention(y, y, y, mask=self.mask).flatten(-2) + sartor.attention(y, y, y).flatten(-2)
+
+    def _apply(self, fn: Any, *rest: Any, **options: Any) -> Any:
+        self.mask = self.mask.to(fn(torch.empty(0)).device)
+        return super()._apply(fn, *rest, **options)
+
+
+def data_parallel(device: str, backend: str, store: str) -> None:
+    """One process of DistributedDataParallel and of FSDP2, which hook into autograd and move parameters about; and a
+    DTensor, which gets a sentence."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    torch.distributed.init_process_group(backend, store=torch.distributed.FileStore(store, 1), rank=0, world_size=1)
+    try:
+        layer, x = Layer().to(device), torch.randn(2, 20, 64, device=device)
+        layer(x).sum().backward()
+        want = layer.project.weight.grad.clone()
+        wrapped = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(layer))
+        wrapped.zero_grad()
+        wrapped(x).sum().backward()
+        assert torch.allclose(wrapped.module.project.weight.grad, want, rtol=1e-5)
+        mesh = init_device_mesh(device, (1,))
+        sharded = copy.deepcopy(layer)
+        sharded.zero_grad()
+        fully_shard(sharded, mesh=mesh)
+        sharded(x).sum().backward()
+        assert torch.allclose(sharded.project.weight.grad.full_tensor(), want, rtol=1e-5)
+        q = distribute_tensor(torch.randn(1, 8, 2, 16, device=device), mesh, [Replicate()])
+        with pytest.raises(NotImplementedError, match=r"q must be a local tensor, got a DTensor of .*q\.to_local"):
+            sartor.attention(q, q, q)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 COMPILED = {"compiled": compiled(dynamic=False), "compiled_dynamic": compiled(dynamic=True)}

@@ -108,12 +108,14 @@ def attention(
         TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came.
         Unsupported (a NotImplementedError): no kernel, or not the one asked for, can run this; with every reason.
     """
-    if torch._C._is_any_autocast_enabled():
+    autocast = torch._C._is_any_autocast_enabled()
+    if autocast:
         q, k, v = _autocast(q, k, v)
-    elif (
+    if (
         return_lse is False and sinks is None and softcap.__class__ is float and deterministic is False
         and out_dtype is None and precision == "ieee" and dropout_p.__class__ is float and dropout_p == 0
         and dropout_seed is None and forward_ad._current_level < 0
+        and not (autocast and getattr(q, "is_cpu", True))  # PyTorch's kernels, which autocast would change
     ):  # fmt: skip
         found = front.attend(
             q, k, v, bias, mask, score, alibi_slopes, causal, window, softmax_scale, softcap, layout, kernel

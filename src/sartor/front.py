@@ -1,5 +1,6 @@
-"""Calls on a CPU that are one call of PyTorch's kernel, or have few scores: found by what tells them apart before a
-`Call` is made of them, as the bookkeeping of all others would take longer than a small problem does.
+"""Calls that are found by what tells them apart before a `Call` is made of them, as the bookkeeping of all others would
+take longer than a small problem does: on a CPU those that are one call of PyTorch's kernel, or have few scores; on a
+GPU those that read q, k and v alone.
 
 What is found here was validated and planned as any other call, by an equal one. Whatever is unusual is left to that
 way: a compiler or a mode that wants to see an operator, hooks, a result to be repaired, an argument that is wrong.
@@ -15,6 +16,7 @@ from sartor import ops
 from sartor.checks import PLAIN, sides, watched
 from sartor.kernels.native import Single
 from sartor.kernels.small import Small
+from sartor.node import Native
 from sartor.problem import Call, extra_key, tensors_read
 
 Tensor = torch.Tensor
@@ -27,13 +29,18 @@ def attend(
 ) -> Tensor | None:  # fmt: skip
     """out, in `layout`, or None of a call that goes the way of all others: whatever is wrong with it is said there."""
     if (
-        watched() or q.__class__ not in PLAIN or not q.is_cpu or k.__class__ not in PLAIN or not k.is_cpu
-        or v.__class__ not in PLAIN or not v.is_cpu or causal.__class__ not in (bool, str)
+        watched() or q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN
+        or causal.__class__ not in (bool, str)
     ):  # fmt: skip
         return None
-    extras = None
+    extras: Any = None
+    on_gpu, alone = q.is_cuda, bias is None and mask is None and score is None and alibi_slopes is None
+    if not (alone and k.is_cuda and v.is_cuda if on_gpu else q.is_cpu and k.is_cpu and v.is_cpu):
+        return None
     try:
-        if not (bias is None and mask is None and score is None and alibi_slopes is None):
+        if on_gpu:
+            extras = _place(q, k, v)
+        elif not alone:
             extras = _key(bias), _key(mask), _key(score), _key(alibi_slopes)
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, causal,
@@ -50,16 +57,26 @@ def attend(
         )  # fmt: skip
         prepared = ops.prepare(call)
         plan = prepared.forward, prepared.template
-        found = Single.of(*plan) or Small.of(*plan)
+        found = Native.of(prepared, layout, q.device) if on_gpu else Single.of(*plan) or Small.of(*plan)
         ops.PREPARED.add(key, found)
     if found is None:
         return None
+    if on_gpu:
+        return found.attend(q, k, v)  # type: ignore[no-any-return]
     read = [] if extras is None else tensors_read(mask, score, alibi_slopes, bias, q.dtype)
     plain: Single | Small = found
     if layout == "bhsd":
         return plain.attend(q, k, v, read)
     out = plain.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), read)
     return None if out is None else out.transpose(1, 2)
+
+
+def _place(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """What else a plan for a GPU depends on: devices, alignment, and what PyTorch was told of determinism."""
+    return (
+        q.device, k.device, v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
 
 
 def _key(x: Any) -> Any:

@@ -313,7 +313,8 @@ def test_wide_heads_fit_shared_memory(dim, dim_v):
 @pytest.mark.parametrize("kind", ["full", "band", "score"])
 @pytest.mark.parametrize("length", [1000, 4096])
 def test_all_head_dims_fit_shared_memory(kernel, arch, kind, length):
-    dtype = torch.float32 if kernel.startswith("fp32") else torch.bfloat16
+    narrow = torch.float16 if kind == "band" else torch.bfloat16
+    dtype = torch.float32 if kernel.startswith("fp32") else narrow
     for dim, dim_v in GRID:
         call = call_of(dim, kind, dtype, dim_v, length)
         if not kernels.load(kernel).why_not(Problem.of(call), ARCHITECTURES[arch]):

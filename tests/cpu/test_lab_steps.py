@@ -32,6 +32,18 @@ def test_steps_become_records_and_a_table(tmp_path: Path, monkeypatch, dtype: st
     assert "last loss" in text
 
 
+@pytest.mark.thorough
+def test_layers_share_what_is_compiled() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    training = steps.Training(plan("float32"), "sartor", torch.device("cpu"), compiled=True)
+    plain = steps.Training(plan("float32"), "sartor", torch.device("cpu"))
+    for _ in range(3):
+        assert float(training.step()) == pytest.approx(float(plain.step()), rel=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
 def test_a_wrong_attention_is_over_the_budget(monkeypatch) -> None:
     wrong = lambda q, k, v: v  # noqa: E731
     monkeypatch.setitem(steps.ATTENTION, "sartor", wrong)

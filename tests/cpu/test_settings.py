@@ -14,9 +14,10 @@ import torch
 
 import sartor
 import settings
-from sartor import mods, ops
+from sartor import ops
 from sartor.mods.recent import Recent
 
+thorough = pytest.mark.thorough
 ROOT = Path(sartor.__file__).parent
 CALLS = settings.calls("cpu")
 # Allocations that take what they are not told from torch's defaults, which a user may change
@@ -51,7 +52,9 @@ def test_setting(setting, call, dtype, plans):
     assert settings.same(found, settings.results(CALLS[call], leaves))
 
 
-@pytest.mark.parametrize("call", ["causal", "packed"])
+@pytest.mark.parametrize(
+    "call", ["causal", "packed", *(pytest.param(x, marks=thorough) for x in ("document", "cached"))]
+)
 @pytest.mark.parametrize("setting", settings.COMPILED)
 def test_compiled(setting, call):
     """By the real inductor: another backend hides what it does to what surrounds the operator."""
@@ -60,20 +63,22 @@ def test_compiled(setting, call):
     assert settings.same(found, settings.results(CALLS[call], leaves))
 
 
-def test_export():
+@pytest.mark.parametrize("call", CALLS)
+def test_export(call):
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
-            return sartor.attention(q, k, v, causal=True)
+            return CALLS[call](q, k, v)
 
     leaves = tuple(t.detach() for t in settings.inputs("cpu", torch.float32, 16))
     exported = torch.export.export(Model(), leaves)
     assert settings.same((exported.module()(*leaves),), (Model()(*leaves),))
 
 
-def test_autocast():
+@pytest.mark.parametrize("call", CALLS)
+def test_autocast(call):
     leaves = settings.inputs("cpu", torch.float32, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        out = sartor.attention(*leaves, causal=True)
+        out = CALLS[call](*leaves)
     assert out.dtype == torch.bfloat16
     gradients = torch.autograd.grad(out.float().sum(), leaves)
     assert {g.dtype for g in gradients} == {torch.float32}
@@ -95,25 +100,8 @@ def test_allocations_name_their_dtype_and_device(file):
         assert wanted <= keywords, f"{file}:{line}: torch.{function} takes {wanted - keywords} from torch's defaults"
 
 
-class Layer(torch.nn.Module):
-    """Attention with a mask of tensors, as a model's layer may hold it."""
-
-    def __init__(self):
-        super().__init__()
-        self.project = torch.nn.Linear(16, 16)
-        self.mask = mods.causal() & mods.document((torch.arange(20) // 7)[None])
-
-    def forward(self, x):
-        y = self.project(x)[:, :, None]
-        return sartor.attention(y, y, y, mask=self.mask)[:, :, 0]
-
-    def _apply(self, fn, *rest, **options):
-        self.mask = self.mask.to(fn(torch.empty(0)).device)
-        return super()._apply(fn, *rest, **options)
-
-
 def test_a_module_with_a_mask_is_copied_pickled_and_moved():
-    layer, x = Layer(), torch.randn(2, 20, 16)
+    layer, x = settings.Layer(), torch.randn(2, 20, 64)
     want = layer(x)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.to("cpu")):
         assert torch.equal(other(x), want)
@@ -122,27 +110,7 @@ def test_a_module_with_a_mask_is_copied_pickled_and_moved():
 
 
 def test_data_parallel_modules(tmp_path):
-    """One process of DistributedDataParallel and of FSDP2, which hook into autograd and move parameters about."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        layer, x = Layer(), torch.randn(2, 20, 16)
-        layer(x).sum().backward()
-        want = layer.project.weight.grad.clone()
-        wrapped = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(layer))
-        wrapped.zero_grad()
-        wrapped(x).sum().backward()
-        assert torch.allclose(wrapped.module.project.weight.grad, want, rtol=1e-5)
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-
-        mesh = init_device_mesh("cpu", (1,))
-        q = distribute_tensor(torch.randn(1, 8, 2, 16), mesh, [Replicate()])
-        assert isinstance(q, DTensor)
-        with pytest.raises(NotImplementedError, match=r"q must be a local tensor, got a DTensor of .*q\.to_local"):
-            sartor.attention(q, q, q)
-    finally:
-        torch.distributed.destroy_process_group()
+    settings.data_parallel("cpu", "gloo", str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -51,7 +51,7 @@ class Single:
         """out of q, k and v in layout bhsd and of the tensors among the aux values, for autograd to follow; None of a
         call that has to be repaired, or whose saved tensors have hooks."""
         follow = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if follow and (not self.kept_by_node or _hooked()):
+        if follow and (not self.kept_by_node or hooked()):
             return None
         if self.plain:
             out, lse = torch_cpu.FORWARD(q, k, v, 0.0, self.is_causal, scale=self.scale)
@@ -70,7 +70,7 @@ class Single:
         return out
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Whether saved tensors have hooks, which may give back other strides."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 

@@ -1,0 +1,125 @@
+"""Calls on a GPU with PyTorch's own node of autograd behind the result, which is C++: making one of Python's takes the
+host as long as everything else that a small forward does.
+
+The node is that of an operator that PyTorch has for CPUs only; here it gets kernels for GPUs. What a call is comes
+along as an attribute of an empty tensor, in the place of the operator's mask, which the node keeps as it keeps q, k, v.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from sartor import ops
+from sartor.kernels.native import Last, hooked
+from sartor.kernels.spec import Operands, Saved
+
+Tensor = torch.Tensor
+OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Work:
+    """What the operator's kernels do with a call's tensors, in its layout."""
+
+    __slots__ = ("layouts", "prepared", "turned", "turns")
+
+    def __init__(self, prepared: ops.Prepared, layout: str) -> None:
+        self.prepared, self.turned = prepared, layout != "bshd"
+        self.turns = self.turned and not prepared.any_layout  # in the forward too
+        self.layouts: tuple[Any, ...] = ()  # of what the node saves: for all calls of the plan
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[Tensor, Any]:
+        """out, and lse if it is wanted."""
+        prepared: Any = self.prepared
+        if self.turns:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        layout = "bhsd" if self.turned and not self.turns else "bshd"
+        out, found = ops._forward(prepared, Operands(q, k, v, None, prepared.template, layout, lse))
+        return (out.transpose(1, 2) if self.turns else out), found
+
+    def followed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The operator: out and lse, which its node saves."""
+        out, lse = self.forward(q, k, v, True)
+        if not self.layouts:
+            self.layouts = tuple(map(ops._layout, (q, k, v, out, lse)))
+        return out, lse
+
+    def backward(self, dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+        """dq, dk, dv. `saved` are q, k, v, out and lse, which the caller may have moved since."""
+        prepared: Any = self.prepared
+        q, k, v, out, lse = map(ops._laid_out, saved, self.layouts)
+        if self.turned:
+            q, k, v, out, dout = (t.transpose(1, 2) for t in (q, k, v, out, dout))
+        g = ops._backward(prepared, Operands(q, k, v, None, prepared.template), Saved(out, lse, dout, None))
+        return tuple([t.transpose(1, 2) for t in g[:3]]) if self.turned else g[:3]
+
+
+class Native:
+    """A plan of which autograd has to keep q, k, v and the results, and nothing else."""
+
+    __slots__ = ("handle", "operator", "work")
+
+    def __init__(self, prepared: ops.Prepared, layout: str, device: torch.device) -> None:
+        self.work, self.operator = Work(prepared, layout), operator()
+        with torch.inference_mode(False):  # whose tensors no node may save
+            handle: Any = torch.empty(0, dtype=torch.float32, device=device)
+        handle.of_sartor, self.handle = self.work, handle
+
+    @classmethod
+    def of(cls, prepared: ops.Prepared, layout: str, device: torch.device) -> Native | None:
+        """None of a plan whose calls need copies, or whose kernels read other tensors."""
+        p = prepared.problem
+        others = None in prepared.template or p.sinks or p.dropout_p or p.copies or p.out_dtype != p.dtype
+        return None if others else cls(prepared, layout, device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """out, for autograd to follow; None where saved tensors have hooks, which may give back something else."""
+        if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+            return self.work.forward(q, k, v, False)[0]
+        return None if hooked() else self.operator(q, k, v, attn_mask=self.handle)[0]
+
+
+@cache
+def operator() -> Any:
+    """The operator, with kernels for GPUs."""
+    serve("CUDA", "AutogradCUDA")
+    return getattr(torch.ops.aten, OPERATOR).default._op
+
+
+def serve(*keys: str) -> torch.library.Library:
+    """Give the operator kernels under a dispatch key, and its backward under both: that of autograd too, where a
+    gradient is told that it has none."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(OPERATOR, _forward, keys[0])
+    for key in keys:
+        library.impl(f"{OPERATOR}_backward", _backward, key)
+    _SERVED.append(library)  # which lasts as long as this
+    return library
+
+
+_SERVED: list[torch.library.Library] = []
+
+
+def _work(handle: Any) -> Work:
+    found: Work | None = getattr(handle, "of_sartor", None)
+    if found is None:
+        raise NotImplementedError(f"aten::{OPERATOR} is for CPUs: expected q, k and v there, got them on a GPU")
+    return found
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, attn_mask: Any = None, scale: Any = None) -> Any:
+    return _work(attn_mask).followed(q, k, v)
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *_: Any, attn_mask: Any = None,
+    scale: Any = None,
+) -> Any:  # fmt: skip
+    work = _work(attn_mask)
+    if not torch.is_grad_enabled():
+        return work.backward(dout, q, k, v, out, lse)
+    with torch.no_grad():  # create_graph=True: say so if the graph is used, instead of a gradient of zero
+        found = work.backward(dout, q, k, v, out, lse)
+    return tuple([Last.apply(d.requires_grad_(), dout, q, k, v) for d in found])
