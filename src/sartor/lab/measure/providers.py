@@ -264,20 +264,29 @@ def _no_flex(w: Workload, device: torch.device) -> str:
 def _flex(w: Workload, x: Inputs) -> Attend:
     """torch.compile'd FlexAttention with a block mask; past the recompile limit it must raise, not run eagerly."""
     import torch._dynamo
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()
     dynamo: Any = torch._dynamo.config
     setattr(dynamo, "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit", 512)
     if hasattr(dynamo, "fail_on_recompile_limit_hit"):
         dynamo.fail_on_recompile_limit_hit = True
-    seen = _flex_mask(w, x)
-    sizes = (w.seqlen_q, w.seqlen_kv)
-    block = None if seen is None else torch.compile(create_block_mask)(seen, None, None, *sizes, device=x.q.device)
     return partial(
         torch.compile(flex_attention, dynamic=False),
-        score_mod=_flex_score(w, x), block_mask=block, enable_gqa=w.heads_q != w.heads_kv,
+        score_mod=_flex_score(w, x), block_mask=block_mask(w, x), enable_gqa=w.heads_q != w.heads_kv,
     )  # fmt: skip
+
+
+def block_mask(w: Workload, x: Inputs) -> Any:
+    """FlexAttention's BlockMask of a workload; None where everything is visible.
+
+    Made eagerly, as `create_block_mask` does by default: compiled it sorts 128 blocks of keys in registers, and Triton
+    takes two minutes to compile that for 16384 keys. The mask is the same.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    seen = _flex_mask(w, x)
+    return None if seen is None else create_block_mask(seen, None, None, w.seqlen_q, w.seqlen_kv, device=x.q.device)
 
 
 def _flex_mask(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
