@@ -223,6 +223,19 @@ def test_what_is_kept_is_of_the_same_parts_and_never_of_a_rungs_own_files(tmp_pa
     assert [fingerprint.kept("rung:01", SMALL, H200).fingerprint for _ in range(2)] == ["third", "fourth"]
 
 
+def test_machine_code_lies_beside_a_kept_fingerprint_unless_it_is_tritons(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SARTOR_CACHE", str(tmp_path))
+    both = "hopper_forward[128x128]; hopper_backward[64x128]"
+    for plan, whole in ((both, True), ("hopper_forward[128x128]; triton_backward[64x64]", False), ("", False)):
+        w = replace(SMALL, dim=8 + len(plan))
+        assert not fingerprint.on_disk("sartor", w, H200)
+        monkeypatch.setattr(
+            fingerprint, "fingerprint", lambda *_, p=plan: fingerprint.Found(p, "0" * 16) if p else None
+        )
+        fingerprint.kept("sartor", w, H200)
+        assert fingerprint.on_disk("sartor", w, H200) is whole
+
+
 def test_kept_fingerprints_are_of_the_bytes_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One changed number in a kernel, in a file of the same name, and what was kept is not found."""
     copy = tmp_path / "sartor"

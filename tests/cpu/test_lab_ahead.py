@@ -37,6 +37,11 @@ def test_calls_are_made_once_and_what_fails_costs_no_other() -> None:
     assert ahead.left(work, CPU) == [("sartor:nothing", SMALL), ("flex", SMALL)], "the others are done"
 
 
+def test_what_has_its_fingerprint_and_machine_code_on_disk_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "on_disk", lambda name, w, device: name == "sartor")
+    assert ahead.left([(SMALL, ("sartor", "sartor:triton"))], CPU) == [("sartor:triton", SMALL)]
+
+
 def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
     monkeypatch.setattr(ahead, "_alone", exit)

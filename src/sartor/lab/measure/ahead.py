@@ -79,9 +79,11 @@ def workers() -> int:
 
 
 def left(work: Work, device: torch.device) -> list[Case]:
-    """The calls that wait for a compiler and were not made yet, each once."""
+    """The calls that wait for a compiler and were not made yet, each once. Nor is one made whose fingerprint was
+    computed, with all of its machine code."""
     here = Device.of(device)
-    return [case for case in compiled(work) if disk.read(_mark(*case, here)) is None]
+    cases = (case for case in compiled(work) if disk.read(_mark(*case, here)) is None)
+    return [case for case in cases if not fingerprint.on_disk(*case, here)]
 
 
 def compiled(work: Work) -> list[Case]:

@@ -120,8 +120,7 @@ def kept(provider: str, w: Workload, device: Device) -> Found | None:
     same parts of kernels refused. Not of a rung in files of its own, whose sources it is the hash of."""
     if provider.startswith("rung:") and not catalogue.find(provider.removeprefix("rung:")).kernel:
         return fingerprint(provider, w, device)
-    facts = [sources(), pending.refused(*pending.PARTS), provider, asdict(w), asdict(device)]
-    place = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    place = _place(provider, w, device)
     data = disk.read(place)
     if data is not None:
         found = json.loads(data)
@@ -129,6 +128,20 @@ def kept(provider: str, w: Workload, device: Device) -> Found | None:
     made = fingerprint(provider, w, device)
     disk.write(place, json.dumps(made).encode())
     return made
+
+
+def on_disk(provider: str, w: Workload, device: Device) -> bool:
+    """Whether what computed a fingerprint that is kept has left all machine code of a case beside it: not that of
+    Triton's kernels, which have a cache of their own."""
+    data = disk.read(_place(provider, w, device))
+    found = json.loads(data) if data is not None else None
+    return found is not None and all(plan.startswith("hopper") for plan in Found(*found).plan.split("; "))
+
+
+def _place(provider: str, w: Workload, device: Device) -> str:
+    """Where in the disk cache a fingerprint is."""
+    facts = [sources(), pending.refused(*pending.PARTS), provider, asdict(w), asdict(device)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def every(
