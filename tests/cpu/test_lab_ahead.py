@@ -49,6 +49,18 @@ def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a process died" in said[-1]
 
 
+def test_a_process_that_compiles_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(config, "compile_threads", 8)
+    try:
+        ahead._alone()
+        assert (config.compile_threads, torch.get_num_threads()) == (1, 1)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_nothing_is_begun_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_call", lambda *_: pytest.fail("it was begun"))
     assert ahead._calls([("sartor", SMALL)], "cpu", deadline=0.0) == 0

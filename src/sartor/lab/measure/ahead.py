@@ -109,7 +109,9 @@ def grouped(cases: Sequence[Case]) -> list[list[Case]]:
 
 def _alone() -> None:
     """Without processes of their own: Inductor would start as many again for each."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    from torch._inductor import config
+
+    config.compile_threads = 1
     torch.set_num_threads(1)
 
 
