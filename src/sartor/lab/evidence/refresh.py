@@ -171,6 +171,7 @@ def run(left: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) -> b
     deadline = begin + limit_s
     work = [case for stage in _fitting(left, limit_s) for case in stage.work]
     if work:
+        tell("compiling ahead what is measured")
         made = ahead.prepare(work, torch.device("cuda"), deadline=deadline)
         tell(f"{made} calls compiled ahead in {time.monotonic() - begin:.0f} s")
     for stage in left:
