@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -160,7 +160,7 @@ def _past(rows: list[Record]) -> float:
     return (times[-1] - times[0]).total_seconds() * len(times) / (len(times) - 1) + START_S
 
 
-def run(left: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
+def run(left: Sequence[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
     """Run the commands one after the other; whether all of them were run and succeeded.
 
     What those that fit into the time call is compiled ahead, by several processes, all of it at once. A command that
