@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from sartor import ops
-from sartor.kernels.native import Last, hooked
+from sartor.kernels.native import hooked
+from sartor.kernels.once import once
 from sartor.kernels.spec import Operands, Saved
 
 Tensor = torch.Tensor
@@ -118,8 +119,4 @@ def _backward(
     scale: Any = None,
 ) -> Any:  # fmt: skip
     work = _work(attn_mask)
-    if not torch.is_grad_enabled():
-        return work.backward(dout, q, k, v, out, lse)
-    with torch.no_grad():  # create_graph=True: say so if the graph is used, instead of a gradient of zero
-        found = work.backward(dout, q, k, v, out, lse)
-    return tuple([Last.apply(d.requires_grad_(), dout, q, k, v) for d in found])
+    return once(lambda: work.backward(dout, q, k, v, out, lse), dout, q, k, v)

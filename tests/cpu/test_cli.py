@@ -203,6 +203,7 @@ def test_bench_writes_records_and_prints_the_command_again(tmp_path: Path) -> No
     ]
     output = invoke("bench", *flags, "--device", "cpu", "--providers", "sartor,sdpa", "--out", str(tmp_path))
     assert "vs PyTorch" in output
+    assert re.search(r"^spent: ceilings [\d.]+ s, .*timing [\d.]+ s", output, re.MULTILINE)
     assert len((tmp_path / "cpu" / "adhoc.jsonl").read_text().splitlines()) == 2 + 12 * 2
     drawn = invoke("plot", "adhoc", "--out", str(tmp_path)).split()
     assert str(tmp_path / "cpu" / "adhoc-rates.png") in drawn

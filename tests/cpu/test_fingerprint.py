@@ -204,11 +204,36 @@ def test_many_are_computed_at_once_and_kept(tmp_path: Path, monkeypatch: pytest.
     assert list(found) == [fingerprint.key("rung:01", w)]
     assert len(said) == 1
     assert "sartor:nothing" in said[0]
-    monkeypatch.setattr(fingerprint, "fingerprint", lambda *_: pytest.fail("it was kept"))
-    assert fingerprint.kept("rung:01", w, H200) == found[fingerprint.key("rung:01", w)]
-    assert fingerprint.kept("sdpa", w, H200) is None
     assert fingerprint.every(cases[:1], H200, 1, deadline=0.0, tell=said.append) == {}
     assert "too late" in said[-1]
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda *_: pytest.fail("it was kept"))
+    assert fingerprint.kept("sdpa", w, H200) is None
+
+
+def test_what_is_kept_is_of_the_same_parts_and_never_of_a_rungs_own_files(tmp_path, monkeypatch) -> None:
+    """By SARTOR_PENDING=1 another kernel may be taken; files of rungs are not among the sources."""
+    monkeypatch.setenv("SARTOR_CACHE", str(tmp_path))
+    monkeypatch.delenv("SARTOR_PENDING", raising=False)
+    monkeypatch.setattr(fingerprint.pending, "PARTS", {"some": "some part"})
+    made = iter(["first", "second", "third", "fourth"])
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda *_: fingerprint.Found("plan", next(made)))
+    assert [fingerprint.kept("sartor", SMALL, H200).fingerprint for _ in range(2)] == ["first", "first"]
+    monkeypatch.setenv("SARTOR_PENDING", "1")
+    assert fingerprint.kept("sartor", SMALL, H200).fingerprint == "second"
+    assert [fingerprint.kept("rung:01", SMALL, H200).fingerprint for _ in range(2)] == ["third", "fourth"]
+
+
+def test_machine_code_lies_beside_a_kept_fingerprint_unless_it_is_tritons(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SARTOR_CACHE", str(tmp_path))
+    both = "hopper_forward[128x128]; hopper_backward[64x128]"
+    for plan, whole in ((both, True), ("hopper_forward[128x128]; triton_backward[64x64]", False), ("", False)):
+        w = replace(SMALL, dim=8 + len(plan))
+        assert not fingerprint.on_disk("sartor", w, H200)
+        monkeypatch.setattr(
+            fingerprint, "fingerprint", lambda *_, p=plan: fingerprint.Found(p, "0" * 16) if p else None
+        )
+        fingerprint.kept("sartor", w, H200)
+        assert fingerprint.on_disk("sartor", w, H200) is whole
 
 
 def test_kept_fingerprints_are_of_the_bytes_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

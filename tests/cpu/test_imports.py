@@ -166,6 +166,18 @@ print("attention" in vars(sartor), torch.equal(graph(q), sartor.attention(q, q, 
     assert said == "False True\n"
 
 
+def test_a_call_brings_no_compiler():
+    """Dynamo takes a second to import, which every process would wait for at its first call."""
+    said = run("""
+import sys, torch, sartor
+q = torch.randn(1, 5, 2, 8, requires_grad=True)
+sartor.attention(q, q, q, causal=True).sum().backward()
+sartor.attention(q, q, q, mask=sartor.mods.window(3, 0), softcap=30.0)
+print([m for m in ("torch._dynamo", "torch._inductor") if m in sys.modules])
+""")
+    assert said == "[]\n"
+
+
 def test_import_is_light():
     """Nothing but torch; its FLOP counter, for which we register formulas, may bring Triton along."""
     heavy = (

@@ -307,6 +307,27 @@ def test_each_candidate_follows_each_other_equally_often(n: int) -> None:
         assert pairs == dict.fromkeys(itertools.permutations(names, 2), 1 + n % 2)
 
 
+@pytest.mark.parametrize(("n", "rounds"), [(1, 6), (2, 6), (3, 6), (4, 8), (5, 10), (6, 6), (7, 14)])
+def test_rounds_are_whole_squares_by_default(n: int, rounds: int) -> None:
+    """So that each comes after each other equally often; as many as are asked for where a number is."""
+    runs = {name: (lambda: None) for name in "abcdefg"[:n]}
+    assert timing.balanced(n) == rounds
+    assert timing.balanced(n, 1) == n * (1 + n % 2)
+    quick = Budget(turn_ms=0.0, warmup_ms=0.0)
+    assert {len(t.samples) for t in timing.interleave(runs, CPU, quick).values()} == {rounds}
+    assert {len(t.samples) for t in timing.interleave(runs, CPU, replace(quick, rounds=3)).values()} == {3}
+
+
+def test_seconds_are_told_beforehand() -> None:
+    """Of turns of 120 ms on a GPU; a call that is as long as a lead has none; at most 6 s and a round, three rounds."""
+    assert timing.seconds([4.0, 5.0], Budget()) == pytest.approx(6 * 2 * 0.12)
+    assert timing.seconds([4.0, 1000.0], Budget(4)) == pytest.approx(4 * 1.12)
+    assert timing.seconds([4.0] * 14, Budget()) == pytest.approx(6.0 + 14 * 0.12)
+    assert timing.seconds([9000.0], Budget()) == pytest.approx(27.0)
+    assert timing.seconds([1.0], Budget()) == pytest.approx(6 * 0.12 + 5 * 0.02)
+    assert timing.seconds([], Budget()) == 0.0
+
+
 def test_the_lead_of_a_turn_does_not_count() -> None:
     calls: list[str] = []
     runs = {"a": lambda: calls.append("a")}

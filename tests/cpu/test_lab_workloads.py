@@ -1,5 +1,7 @@
 """Workloads: FLOPs and bytes by definition, patterns against a literal mask, suites that parse."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -70,7 +72,7 @@ def test_sartor_is_asked_for_the_same_mask(mask: str) -> None:
 @pytest.mark.parametrize("mask", ["natten3", "dilated3", "relative", "dilated2+relative"])
 def test_scattered_masks_and_tables_are_those_of_their_definition(mask: str) -> None:
     """The same for Sartor, FlexAttention and SDPA, in the pairs that count and the tiles that are visited."""
-    from sartor.lab.measure.providers import _flex_mask, _flex_score
+    from sartor.lab.measure.flex import mask_mod, score_mod
 
     w, n = workload(mask), 16
     x = Inputs.make(w, torch.device("cpu"))
@@ -87,15 +89,29 @@ def test_scattered_masks_and_tables_are_those_of_their_definition(mask: str) -> 
         assert torch.equal(found["mask"].materialize(1, 1, n, n)[0, 0], seen)
         assert torch.equal(x.visible(w)[0, 0], seen)
         places = torch.arange(n)
-        assert torch.equal(_flex_mask(w, x)(places[:1], places[:1], places[:, None], places), seen)
+        assert torch.equal(mask_mod(w, x)(places[:1], places[:1], places[:, None], places), seen)
     assert w.pairs == literal.sum()
     hull = np.array([[r.argmax(), n - r[::-1].argmax()] for r in literal])
     assert np.array_equal(np.stack(key_span(w.pattern, n, n), 1), hull)
     if w.pattern.relative:
         s = torch.zeros(1, 4, n, n)
         at = [torch.arange(m).view(-1, *(1,) * (3 - i)) for i, m in enumerate((1, 4, n, n))]
-        assert torch.equal(_flex_score(w, x)(s, *at), x.added(w))
+        assert torch.equal(score_mod(w, x)(s, *at), x.added(w))
         assert torch.equal(found["score"].fn(s, *at, found["score"].aux), x.added(w))
+
+
+@pytest.mark.parametrize("mask", ["causal", "window100", "causal+document3", "prefix300", "tensor", "natten13"])
+def test_block_masks_are_those_of_the_workload_and_compile_nothing(mask, monkeypatch):
+    """Compiled, the sort in `create_block_mask` took two minutes of a bench at 16384 keys."""
+    from sartor.lab.measure.flex import block_mask
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it was compiled"))
+    w = Workload(1, 2, 2, 900, 900, 16, 16, "float32", mask)
+    x = Inputs.make(w, torch.device("cpu"))
+    seen = torch.nn.functional.pad(x.visible(w)[0, 0], (0, 124, 0, 124)).view(8, 128, 8, 128)
+    assert torch.equal(block_mask(w, x).to_dense()[0, 0].bool(), seen.any(3).any(1))
+    full = replace(w, mask="full")
+    assert block_mask(full, Inputs.make(full, torch.device("cpu"))) is None
 
 
 def test_flops_follow_the_convention() -> None:

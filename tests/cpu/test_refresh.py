@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from sartor.lab.cli.app import app
 from sartor.lab.evidence import refresh
 from sartor.lab.evidence.refresh import Stage
+from sartor.lab.measure import records as store
 from sartor.lab.measure.fingerprint import Found, key
 from sartor.lab.measure.records import Record
 from sartor.lab.workloads import suites
-from sartor.lab.workloads.workload import Workload
 
 PLAN = "hopper_forward[128x128 w12 s6]"
 ENVIRONMENT = {"device": "h200", "driver": "", "cuda": "", "torch": "", "triton": "", "commit": "", "dirty": None}
@@ -30,7 +30,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> dict[str, Found]:
 
 @pytest.fixture
 def folder(tmp_path: Path, now: dict[str, Found]) -> Path:
-    """Of a device on which all of them passed, and one suite was measured: one second for each of its workloads."""
+    """Of a device on which all of them passed, and one suite was measured."""
     (tmp_path / "evidence.json").write_text(json.dumps({"runs": [{"fingerprints": now, "seconds": 300.0}]}))
     write(tmp_path, suites.load("turns").cases)
     return tmp_path
@@ -57,18 +57,17 @@ def test_what_was_never_measured_is_named(folder: Path) -> None:
     found = commands(folder)
     assert TURNS not in found
     assert not any("verify" in command for command in found)
-    assert found["sartor bench --suite paper --modes bwd --rounds 3 --record"] == refresh.UNKNOWN_S
+    assert found["sartor bench --suite first --modes bwd --rounds 3 --record"] == refresh.UNKNOWN_S
     assert "sartor ladder --rounds 3 --record" in found
     assert not any("quick" in command for command in found)
 
 
 def test_other_sources_and_missing_workloads_are_stale(folder: Path) -> None:
     cases = suites.load("turns").cases
-    whole = len(cases) + refresh.START_S
     write(folder, cases[: len(cases) // 2])
-    assert commands(folder)[TURNS] == whole + refresh.START_S
+    assert TURNS in commands(folder)
     write(folder, cases, fingerprint="of yesterday")
-    assert commands(folder)[TURNS] == whole
+    assert TURNS in commands(folder)
     evidence = json.loads((folder / "evidence.json").read_text())
     evidence["runs"][0]["fingerprints"][key("sartor", cases[0][0])][1] = (
         "of yesterday"  # as after a change: neither is of today
@@ -76,6 +75,26 @@ def test_other_sources_and_missing_workloads_are_stale(folder: Path) -> None:
     (folder / "evidence.json").write_text(json.dumps(evidence))
     assert next(iter(commands(folder))) == "sartor verify --kernels hopper_forward"
     assert TURNS in commands(folder)
+
+
+def test_seconds_follow_rounds_and_what_ran(folder: Path) -> None:
+    """Turns of 40 ms that count, without a lead in suite `turns`; two calls in turn where one is longer than that."""
+    suite = suites.load("turns")
+    (w, who), known = suite.cases[0], store.read(folder / "turns.jsonl")[: len(suite.cases[0][1])]
+
+    def seconds(*ms: float | None, rounds: tuple[str, ...] = ("--rounds", "5")) -> float:
+        for r, given in zip(known, ms, strict=True):
+            r.ms = given
+        others = refresh.START_S + refresh.ROW_S + refresh.ahead.seconds([(w, who)])
+        return refresh._seconds(suite, ((w, who),), known, rounds) - others
+
+    assert len(who) == 4
+    assert seconds(10.0, 10.0, 10.0, 10.0) == pytest.approx(5 * 4 * 0.04)
+    assert seconds(10.0, None, None, 500.0) == pytest.approx(5 * (0.04 + 0.5))
+    assert seconds(10.0, 10.0, 10.0, 10.0, rounds=()) == pytest.approx(8 * 4 * 0.04)
+    assert seconds(None, None, None, None) == 0.0
+    assert refresh._unknown_ms(w, "sartor") == refresh.UNKNOWN_MS
+    assert refresh._unknown_ms(replace(w, mask="softcap30"), "sdpa") is None
 
 
 def test_stages_are_chosen_by_name(folder: Path) -> None:
@@ -87,12 +106,15 @@ def test_stages_are_chosen_by_name(folder: Path) -> None:
         refresh.chosen(every, ["turns"])
 
 
-def test_first_calls_are_made_ahead() -> None:
-    """Of providers that wait for a compiler; one that fails costs no other."""
-    w = Workload(1, 2, 2, 32, 32, 16, 16, "float32")
-    with refresh.compilers(1) as pool:
-        assert refresh.compile_ahead(pool, [(w, ("sartor", "sdpa", "sartor:nothing"))], "cpu") == 1
-        assert refresh.compile_ahead(pool, [], "cpu") == 0
+def test_what_fits_is_compiled_ahead_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, said = [], list[str]()
+    monkeypatch.setattr(refresh.ahead, "prepare", lambda work, *_, **__: asked.append(list(work)) or 2)
+    monkeypatch.setattr(refresh, "_kept", lambda stage, limit_s: "")
+    a, b, c = suites.load("turns").cases[:3]
+    left = [Stage(("a",), Path(), 60.0, (a,)), Stage(("b",), Path(), 50.0, (b,)), Stage(("c",), Path(), 30.0, (c,))]
+    assert refresh.run(left, 100.0, said.append)
+    assert asked == [[a, c]], "not of the second, for which there will be no time"
+    assert said[1].startswith("2 calls compiled ahead in ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sartor.mods.capture import Capture, at_positions
+from sartor.mods.constant import constant
 from sartor.mods.expr import IN_GRAPH, Expr
 from sartor.mods.tracing import aux_value
 
@@ -36,8 +37,8 @@ def make(mod: Any) -> None:
     )  # fmt: skip
     tensors = []
     for i, indices in order:
-        t = capture.aux[i]
-        tensors.append(t if indices is None else at_positions(t, indices))  # type: ignore[arg-type]
+        t: Any = capture.aux[i]
+        tensors.append(t if indices is None else at_positions(t, indices))
     fill(mod, handle, tensors)
 
 
@@ -87,7 +88,7 @@ def _described(value: Any, sizes: Any) -> Any:
     return value.dtype, tuple(shape)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _made(
     cls: Any,
     found: tuple[Written, ...],
@@ -112,7 +113,7 @@ def _made(
     return mod.handle, tuple(kept)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _combined(sign: str, handles: tuple[str, ...]) -> str:
     from sartor.mods.core import template
 

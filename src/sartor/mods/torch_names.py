@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sartor.mods import expr
+from sartor.mods.constant import constant
 from sartor.mods.expr import Expr, lift, maximum, minimum, where
 
 
@@ -94,7 +95,7 @@ SAID = (
 )
 
 
-@torch.compiler.assume_constant_result  # where Dynamo traces, functions have no names
+@constant  # where Dynamo traces, functions have no names
 def name_of(func: Any) -> str:
     """A function of torch's, without the underlines of its operators."""
     return getattr(func, "__name__", str(func)).strip("_")

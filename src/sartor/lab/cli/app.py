@@ -145,7 +145,7 @@ def bench(
     dtype: Annotated[str, typer.Option(help="ad hoc: bf16,fp32")] = "",
     mask: Annotated[str, typer.Option(help="ad hoc: full,causal,window1024, ...")] = "",
     causal: Annotated[str, typer.Option(help="ad hoc: yes, no or both; short for --mask")] = "",
-    rounds: Annotated[int, typer.Option(help="turns of each provider; by default the suite's, or 10, in 6 s")] = 0,
+    rounds: Annotated[int, typer.Option(help="turns of each provider; by default the suite's, or 6 to 10, in 6 s")] = 0,
     turn_ms: Annotated[float | None, typer.Option(help="what counts of a turn; 40 on a GPU, 5 on a CPU")] = None,
     lead_ms: Annotated[float | None, typer.Option(help="what goes before it; 80 on a GPU, 0 on a CPU")] = None,
     max_seconds: Annotated[float, typer.Option(help="start no further workload after this")] = float("inf"),

@@ -75,9 +75,11 @@ def target(out: Path, record: bool) -> Path | None:
 
 
 def wrote(console: Console, found: Measured) -> None:
-    """Say where a run's records are, and how to repeat it; ends the command after Ctrl-C."""
+    """Say what a run's time was spent on, where its records are, how to repeat it; ends the command after Ctrl-C."""
     if found.interrupted:
         console.print(f"interrupted: {found.interrupted}", style="bold red", highlight=False)
+    if found.spent:
+        console.print(f"spent: {found.spent}", highlight=False, soft_wrap=True)
     console.print("wrote " + ", ".join(map(str, found.files)), highlight=False, soft_wrap=True)
     console.print(f"again: sartor {' '.join(sys.argv[1:])}", highlight=False, soft_wrap=True)
     if found.interrupted:

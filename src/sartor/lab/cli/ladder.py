@@ -20,7 +20,7 @@ Causal = Annotated[bool, typer.Option("--causal")]
 def climb(
     context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="one length of each problem, fewer rounds")] = False,
-    rounds: Annotated[int, typer.Option(help="of timing; 10, or 4 with --quick")] = 0,
+    rounds: Annotated[int, typer.Option(help="of timing; 6 to 10, or 4 with --quick")] = 0,
     record: RecordFlag = False,
     out: OutFlag = Path("results"),
     device: DeviceFlag = "",
@@ -42,7 +42,7 @@ def climb(
             _compile_all(console)
             return
         suite = suites.load("ladder-quick" if quick else "ladder")
-        session = Session(Run.start(suite.name, where), where, Budget(rounds or (4 if quick else 10)))
+        session = Session(Run.start(suite.name, where), where, Budget(rounds or (4 if quick else None)))
         found = views.run(console, suite, session, out, True, target(out, record))
         sweeps = (made.sweep(name, found.records) for name in made.SWEEPS if not (quick or found.interrupted))
         for table in [*made.tables(found.records), *sweeps]:

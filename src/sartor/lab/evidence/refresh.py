@@ -7,13 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +19,30 @@ from sartor.device import ARCHITECTURES
 from sartor.lab.evidence import wanted
 from sartor.lab.evidence.evidence import ELSEWHERE, Evidence, cases, of_today
 from sartor.lab.ladder import catalogue as ladder
-from sartor.lab.measure import ablation, fingerprint, fresh, profile
+from sartor.lab.measure import ahead, fingerprint, profile, providers, timing
 from sartor.lab.measure import records as store
 from sartor.lab.measure.fingerprint import Found
 from sartor.lab.measure.records import Record
+from sartor.lab.measure.timing import Budget
 from sartor.lab.workloads import suites
+from sartor.lab.workloads.suites import Suite
 from sartor.lab.workloads.workload import Workload
 
-UNKNOWN_S = 120.0  # what has no record yet may take so long
+UNKNOWN_S, UNKNOWN_MS = 120.0, 2.0  # what has no record yet may take so long: a command, a call
 START_S = 15.0  # of a process, until it has measured the ceilings
-MOST_PROCESSES = 10  # that compile ahead: each holds its workload's tensors on the GPU
-# Providers whose first call waits for a compiler. Not FlexAttention: in processes that each load Inductor, its
-# workloads take about as long side by side as one after the other
-COMPILED = ("sartor", ablation.FAMILY, "tf32", "rung")
+ROW_S = 1.0  # of a workload, beside its turns: inputs, errors, memory
 Present = Mapping[str, Found]  # fingerprints of today, by key
+Work = tuple[tuple[Workload, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Arguments of `sartor`, the file that they write, about how long they take, and what they run that is compiled."""
+    """Arguments of `sartor`, the file that they write, about how long they take, and what they measure."""
 
     arguments: tuple[str, ...]
     file: Path
     seconds: float
-    work: tuple[tuple[Workload, tuple[str, ...]], ...] = ()
+    work: Work = ()
 
     def __str__(self) -> str:
         return f"sartor {' '.join(self.arguments)}"
@@ -115,7 +111,8 @@ def _suites(folder: Path, now: Present, rounds: tuple[str, ...]) -> list[Stage]:
                 continue
             command = ("bench", "--suite", name, "--modes", mode, *rounds, "--record")
             share = len(pairs) / len(rows) if rows else 1.0
-            found.append(Stage(command, file, _seconds(rows) * max(share, 1.0), () if suite.fresh else work))
+            seconds = _past(rows) * max(share, 1.0) if suite.fresh else _seconds(suite, work, rows, rounds)
+            found.append(Stage(command, file, seconds, () if suite.fresh else work))
     return found
 
 
@@ -130,13 +127,32 @@ def _rungs(folder: Path, now: Present, rounds: tuple[str, ...]) -> list[Stage]:
     steps, counters = folder / "ladder.jsonl", folder / f"{profile.SUITE}.jsonl"
     found, climbed = list[Stage](), store.latest(store.read(steps))
     if stale(climbed):
-        found.append(Stage(("ladder", *rounds, "--record"), steps, _seconds(climbed)))
+        suite = suites.load("ladder")
+        seconds = _seconds(suite, suite.cases, climbed, rounds)
+        found.append(Stage(("ladder", *rounds, "--record"), steps, seconds, suite.cases))
     if stale(profile.newest(store.read(counters))) and not (torch.cuda.is_available() and profile.missing()):
         found.append(Stage(("profile", "--record"), counters, UNKNOWN_S))
     return found
 
 
-def _seconds(rows: list[Record]) -> float:
+def _seconds(suite: Suite, work: Work, known: list[Record], rounds: tuple[str, ...]) -> float:
+    """About how long a run takes, by the milliseconds that its calls took last time."""
+    ms = {(r.workload, r.provider): r.ms for r in known if r.mode != store.CEILINGS}
+    budget = Budget(int(rounds[1]), max_s=float("inf")) if rounds else Budget(suite.rounds)
+    total = START_S + ahead.seconds(work)
+    for w, who in work:
+        times = [ms[w, name] if (w, name) in ms else _unknown_ms(w, name) for name in who]
+        total += ROW_S + timing.seconds([t for t in times if t is not None], replace(budget, lead_ms=suite.lead_ms))
+    return total
+
+
+def _unknown_ms(w: Workload, name: str) -> float | None:
+    """Of a call that has no record; None where it cannot run."""
+    refused = not name.startswith("rung:") and providers.get(name).why_not(w, torch.device("cuda"))
+    return None if refused else UNKNOWN_MS
+
+
+def _past(rows: list[Record]) -> float:
     """How long a run took, by the times at which its workloads began."""
     times = sorted({datetime.fromisoformat(r.time.replace("Z", "+00:00")) for r in rows})
     if len(times) < 2:
@@ -144,51 +160,38 @@ def _seconds(rows: list[Record]) -> float:
     return (times[-1] - times[0]).total_seconds() * len(times) / (len(times) - 1) + START_S
 
 
-def run(left: Iterable[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
+def run(left: Sequence[Stage], limit_s: float, tell: Callable[[str], None]) -> bool:
     """Run the commands one after the other; whether all of them were run and succeeded.
 
-    What a suite calls is compiled ahead, by several processors. A command that would not end within the limit is left
-    out, one that takes three times as long as it should is stopped. The records that a command found are put back
-    where it fails: records of a part would stand for those of the whole.
+    What those that fit into the time call is compiled ahead, by several processes, all of it at once. A command that
+    would not end within the limit is left out, one that takes three times as long as it should is stopped. The records
+    that a command found are put back where it fails: records of a part would stand for those of the whole.
     """
-    deadline, whole = time.monotonic() + limit_s, True
-    with compilers(min(MOST_PROCESSES, os.cpu_count() or 1)) as pool:
-        for stage in left:
-            start = time.monotonic()
-            if stage.seconds > deadline - start:
-                tell(f"left out, {stage.seconds:.0f} s of {deadline - start:.0f}: {stage}")
-                whole = False
-                continue
-            with suppress(BrokenProcessPool):  # then the bench compiles, and tells what is wrong
-                compile_ahead(pool, stage.work, "cuda")
-            outcome = _kept(stage, min(deadline - time.monotonic(), 3 * stage.seconds))
-            tell(f"{outcome or 'done'} after {time.monotonic() - start:.0f} s: {stage}")
-            whole &= not outcome
+    begin, whole = time.monotonic(), True
+    deadline = begin + limit_s
+    work = [case for stage in _fitting(left, limit_s) for case in stage.work]
+    if work:
+        tell("compiling ahead what is measured")
+        made = ahead.prepare(work, torch.device("cuda"), deadline=deadline)
+        tell(f"{made} calls compiled ahead in {time.monotonic() - begin:.0f} s")
+    for stage in left:
+        start = time.monotonic()
+        if stage.seconds > deadline - start:
+            tell(f"left out, {stage.seconds:.0f} s of {deadline - start:.0f}: {stage}")
+            whole = False
+            continue
+        outcome = _kept(stage, min(deadline - start, 3 * stage.seconds))
+        tell(f"{outcome or 'done'} after {time.monotonic() - start:.0f} s: {stage}")
+        whole &= not outcome
     return whole
 
 
-def compilers(processes: int) -> ProcessPoolExecutor:
-    """Processes that compile ahead. They start when they have something to do, and stay: a start takes seconds."""
-    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
-
-
-def compile_ahead(pool: ProcessPoolExecutor, work: Iterable[tuple[Workload, tuple[str, ...]]], device: str) -> int:
-    """Make first calls, for what compilers leave on disk; how many. No caller waits for one then.
-
-    What fails here is told by the bench.
-    """
-    calls = [(name, w, device) for w, who in work for name in who if name.split(":")[0] in COMPILED]
-    return sum(pool.map(_call, *zip(*calls, strict=True))) if calls else 0
-
-
-def _call(name: str, w: Workload, device: str) -> int:
-    try:
-        fresh.first_call(name, w, torch.device(device))
-        return 1
-    except Exception:
-        return 0
-    finally:
-        torch.cuda.empty_cache()  # the memory is the bench's now
+def _fitting(left: Iterable[Stage], limit_s: float) -> Iterator[Stage]:
+    """Those that should end within the limit."""
+    for stage in left:
+        if stage.seconds <= limit_s:
+            limit_s -= stage.seconds
+            yield stage
 
 
 def _kept(stage: Stage, limit_s: float) -> str:

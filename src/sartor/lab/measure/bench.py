@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from sartor.device import Device
 from sartor.lab.ladder import catalogue as ladder
-from sartor.lab.measure import ablation, accuracy, fingerprint, fresh, providers, roofline, unseen
+from sartor.lab.measure import ablation, accuracy, ahead, fingerprint, fresh, providers, roofline, unseen
 from sartor.lab.measure.contention import Contention
 from sartor.lab.measure.memory import peak_mib
 from sartor.lab.measure.planned import plan_of
@@ -32,13 +33,19 @@ class Session:
     check: bool = True
     max_seconds: float = float("inf")
     ceilings: roofline.Ceilings = field(default_factory=lambda: roofline.Ceilings({}, 0.0))
+    spent: dict[str, float] = field(default_factory=dict)  # seconds, by what they were spent on
 
     def measure(self, suite: Suite, tell: Callable[[str], None] = lambda text: None) -> Iterator[list[Record]]:
-        """The records of each workload as soon as they are there; stops early at `max_seconds`."""
+        """The records of each workload as soon as they are there; stops early at `max_seconds`. On a GPU several
+        processes compile first, and are gone before anything is timed."""
         deadline = time.monotonic() + self.max_seconds
+        if self.device.type == "cuda" and not suite.fresh:
+            with self._spending("compiling ahead"):
+                ahead.prepare(suite.cases, self.device, tell, deadline=deadline)
         if not suite.fresh:
             tell("ceilings")
-            self.ceilings = roofline.measure(self.device, sorted({w.dtype for w, _ in suite.cases}))
+            with self._spending("ceilings"):
+                self.ceilings = roofline.measure(self.device, sorted({w.dtype for w, _ in suite.cases}))
             yield roofline.to_records(self.ceilings, self.run)
         for w, who in suite.cases:
             if time.monotonic() > deadline:
@@ -65,8 +72,9 @@ class Session:
         """One record per provider: measured together, or skipped with the reason. `lengths`: other ones too."""
         records = {name: Record.of(self.run, name, w) for name in who}
         try:
-            x = Inputs.make(w, self.device)
-            judge = accuracy.Judge.make(w, x) if self.check else None
+            with self._spending("errors and memory"):
+                x = Inputs.make(w, self.device)
+                judge = accuracy.Judge.make(w, x) if self.check else None
         except torch.cuda.OutOfMemoryError:
             for record in records.values():
                 record.skipped = providers.OOM
@@ -78,7 +86,8 @@ class Session:
                 runs[name] = run
         del judge
         before, others = sm_clock_mhz(self.device), Contention.watch(self.device)
-        timings = interleave(runs, self.device, self.budget, cold_l2=w.mode in ("decode", "graph"))
+        with self._spending("timing"):
+            timings = interleave(runs, self.device, self.budget, cold_l2=w.mode in ("decode", "graph"))
         after, taken = sm_clock_mhz(self.device), others.share()
         for name, timing in timings.items():
             record = records[name]
@@ -87,10 +96,20 @@ class Session:
             record.clock_mhz_before, record.clock_mhz_after, record.contention = before, after, taken
             _rates(record, w, self.ceilings)
         del runs, x
-        _release(self.device)
-        for record in records.values():
-            sign(record, self.device)
+        with self._spending("fingerprints"):
+            _release(self.device)
+            for record in records.values():
+                sign(record, self.device)
         return list(records.values())
+
+    @contextmanager
+    def _spending(self, what: str) -> Iterator[None]:
+        """Count the seconds of what is done meanwhile."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[what] = self.spent.get(what, 0.0) + time.monotonic() - begin
 
     def _prepare(self, record: Record, w: Workload, x: Inputs, judge: accuracy.Judge | None, lengths: bool) -> Any:
         """The closure to time, with first call, errors, memory and, if asked for, calls of other lengths in the record;
@@ -101,22 +120,22 @@ class Session:
             return None
         try:
             describe(record, w, x)
-            start = time.perf_counter()
-            attend = provider.make(w, x)
-            run = providers.runner(attend, w, x)
-            run()
-            synchronize(self.device)
-            record.first_call_s = time.perf_counter() - start
-            if judge is not None:
-                found = judge.judge(attend, providers.lse(record.provider, w, x))
-                record.err_rel, record.err_max, record.err_budget = found.err_rel, found.err_max, found.err_budget
-                record.cos_sim = found.cos_sim
-                record.errors = {
-                    f"{n} {what}": getattr(e, what) for n, e in found.each.items() for what in ("rel", "max")
-                }
-            both = replace(w, mode="fwd_bwd") if w.mode == "bwd" else w  # what a backward keeps from its forward counts
-            record.peak_mem_mib = peak_mib(providers.runner(attend, both, x), self.device)
-            record.unseen_us = unseen.call_us(attend, w, x, self.device) if lengths else None
+            with self._spending("first calls"):
+                start = time.perf_counter()
+                attend = provider.make(w, x)
+                run = providers.runner(attend, w, x)
+                run()
+                synchronize(self.device)
+                record.first_call_s = time.perf_counter() - start
+            with self._spending("errors and memory"):
+                if judge is not None:
+                    found = judge.judge(attend, providers.lse(record.provider, w, x))
+                    record.err_rel, record.err_max, record.err_budget = found.err_rel, found.err_max, found.err_budget
+                    record.cos_sim = found.cos_sim
+                    record.errors = {f"{n} {k}": getattr(e, k) for n, e in found.each.items() for k in ("rel", "max")}
+                both = replace(w, mode="fwd_bwd") if w.mode == "bwd" else w  # what it keeps from its forward counts
+                record.peak_mem_mib = peak_mib(providers.runner(attend, both, x), self.device)
+                record.unseen_us = unseen.call_us(attend, w, x, self.device) if lengths else None
             return run
         except Exception as error:  # whatever a provider throws is a fact about it, and goes into its record
             record.skipped = providers.reason(error)

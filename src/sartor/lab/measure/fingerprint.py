@@ -26,7 +26,7 @@ import torch
 
 import sartor
 from sartor import cache as disk
-from sartor import nvrtc
+from sartor import nvrtc, pending
 from sartor.device import ARCHITECTURES, Device
 from sartor.kernels.spec import Plan
 from sartor.lab.ladder import catalogue
@@ -88,9 +88,9 @@ def digest(launches: Iterable[rehearsal.Launched]) -> str:
 
 
 def attempt(provider: str, w: Workload, device: Device) -> Found | None:
-    """`fingerprint`; a warning and None where it fails, since no measurement is to be lost for it."""
+    """`kept`; a warning and None where it fails, since no measurement is to be lost for it."""
     try:
-        return fingerprint(provider, w, device)
+        return fingerprint(provider, w, device) if device.is_cpu else kept(provider, w, device)
     except Exception as error:
         warnings.warn(f"no fingerprint of {key(provider, w)}: {providers.reason(error)}", stacklevel=2)
         return None
@@ -116,8 +116,11 @@ def _triton() -> str:
 
 
 def kept(provider: str, w: Workload, device: Device) -> Found | None:
-    """`fingerprint`, from the disk cache where it was computed from the same sources by the same compilers."""
-    place = hashlib.sha256(json.dumps([sources(), provider, asdict(w), asdict(device)]).encode()).hexdigest()
+    """`fingerprint`, from the disk cache where it was computed from the same sources by the same compilers, with the
+    same parts of kernels refused. Not of a rung in files of its own, whose sources it is the hash of."""
+    if provider.startswith("rung:") and not catalogue.find(provider.removeprefix("rung:")).kernel:
+        return fingerprint(provider, w, device)
+    place = _place(provider, w, device)
     data = disk.read(place)
     if data is not None:
         found = json.loads(data)
@@ -125,6 +128,20 @@ def kept(provider: str, w: Workload, device: Device) -> Found | None:
     made = fingerprint(provider, w, device)
     disk.write(place, json.dumps(made).encode())
     return made
+
+
+def on_disk(provider: str, w: Workload, device: Device) -> bool:
+    """Whether what computed a fingerprint that is kept has left all machine code of a case beside it: not that of
+    Triton's kernels, which have a cache of their own."""
+    data = disk.read(_place(provider, w, device))
+    found = json.loads(data) if data is not None else None
+    return found is not None and all(plan.startswith("hopper") for plan in Found(*found).plan.split("; "))
+
+
+def _place(provider: str, w: Workload, device: Device) -> str:
+    """Where in the disk cache a fingerprint is."""
+    facts = [sources(), pending.refused(*pending.PARTS), provider, asdict(w), asdict(device)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def every(

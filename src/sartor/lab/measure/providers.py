@@ -21,7 +21,7 @@ from sartor import kernels
 from sartor.device import Device
 from sartor.errors import Unsupported
 from sartor.lab.ladder import catalogue as ladder
-from sartor.lab.measure import ablation, faces, flash
+from sartor.lab.measure import ablation, faces, flash, flex
 from sartor.lab.measure.memory import available_bytes
 from sartor.lab.workloads.workload import FORWARD, Inputs, Pattern, Workload
 
@@ -236,6 +236,7 @@ for _name, _face in faces.FACES.items():
     provider(_name, _face.why_not)(_face.make)
 for _name, _library in flash.LIBRARIES.items():
     provider(_name, _library.why_not)(_library.make)
+provider("flex", flex.why_not)(flex.make)
 
 
 def lse(name: str, w: Workload, x: Inputs) -> Tensor | None:
@@ -250,79 +251,6 @@ def lse(name: str, w: Workload, x: Inputs) -> Tensor | None:
             found = torch.ops.aten._scaled_dot_product_efficient_attention(x.q, x.k, x.v, None, True)
             return cast(Tensor, found[1][:, :, : w.seqlen_q])
     return None
-
-
-def _no_flex(w: Workload, device: torch.device) -> str:
-    if device.type != "cuda":
-        return "compiled FlexAttention is measured on GPUs only"
-    if w.mode != "fwd" and w.pattern.bias:
-        return "does not return the bias to the comparison's backward"
-    return ""
-
-
-@provider("flex", _no_flex)
-def _flex(w: Workload, x: Inputs) -> Attend:
-    """torch.compile'd FlexAttention with a block mask; past the recompile limit it must raise, not run eagerly."""
-    import torch._dynamo
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch._dynamo.reset()
-    dynamo: Any = torch._dynamo.config
-    setattr(dynamo, "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit", 512)
-    if hasattr(dynamo, "fail_on_recompile_limit_hit"):
-        dynamo.fail_on_recompile_limit_hit = True
-    seen = _flex_mask(w, x)
-    sizes = (w.seqlen_q, w.seqlen_kv)
-    block = None if seen is None else torch.compile(create_block_mask)(seen, None, None, *sizes, device=x.q.device)
-    return partial(
-        torch.compile(flex_attention, dynamic=False),
-        score_mod=_flex_score(w, x), block_mask=block, enable_gqa=w.heads_q != w.heads_kv,
-    )  # fmt: skip
-
-
-def _flex_mask(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
-    p, shift = w.pattern, 0 if w.pattern.causal == "top_left" else w.seqlen_kv - w.seqlen_q
-    parts: list[Callable[..., Tensor]] = []
-    if p.causal or p.window:
-        parts.append(lambda b, h, q, kv: q + shift >= kv)
-    if p.window:
-        parts.append(lambda b, h, q, kv: q + shift - kv < p.window)
-    if p.prefix:
-        parts.append(lambda b, h, q, kv: kv < p.prefix)
-    if x.ids is not None:
-        ids = x.ids[0]
-        parts.append(lambda b, h, q, kv: ids[q] == ids[kv])
-    if x.keep is not None:
-        keep = x.keep[0, 0]
-        parts.append(lambda b, h, q, kv: keep[q, kv])
-    scattered = p.scattered(w.seqlen_q)
-    if scattered is not None:
-        parts.append(scattered)
-    if not parts:
-        return None
-    from torch.nn.attention.flex_attention import and_masks
-
-    return and_masks(*parts)
-
-
-def _flex_score(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
-    cap, bias, slopes, shift = w.pattern.softcap, x.bias, x.slopes, w.seqlen_kv - w.seqlen_q
-    table, last = x.table, w.seqlen_kv - 1
-    if not cap and bias is None and slopes is None and table is None:
-        return None
-
-    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        if cap:
-            s = cap * torch.tanh(s / cap)
-        if bias is not None:
-            s = s + bias[0, h, q, kv]
-        if table is not None:
-            s = s + table[h, q - kv + last]
-        if slopes is not None:
-            s = s - slopes[h] * (q + shift - kv).abs()
-        return s
-
-    return score
 
 
 def runner(attend: Attend, w: Workload, x: Inputs) -> Callable[[], Any]:

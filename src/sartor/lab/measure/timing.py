@@ -21,7 +21,9 @@ from statistics import median
 import torch
 
 Run = Callable[[], object]
-LOOPS, LONGEST_MS = 5, 3.0  # of 50 calls each that the host does not enqueue ahead, where a call is no longer
+LOOPS, LONGEST_MS = 5, 3.0  # of calls that the host does not enqueue ahead, where one is no longer
+LOOP_CALLS, LOOP_MS = (10, 50), 20.0  # calls of a loop, at least and at most, and how long they are to take
+LEAST_ROUNDS = 6
 QUEUE = 100  # calls and events enqueued at a time: a stream holds about a thousand launches, a call may make ten
 
 
@@ -29,18 +31,19 @@ QUEUE = 100  # calls and events enqueued at a time: a stream holds about a thous
 class Budget:
     """How long to measure: `rounds` rounds, in each of which every candidate has one turn, or `max_s` at most.
 
+    rounds: by default as many as `balanced` says.
     turn_ms: what counts of a turn, one sample at least; by default what the device wants, 40 on a GPU and 5 on a CPU.
     lead_ms: what goes before it and does not count, until the clock is the candidate's own; by default 80 and 0.
     """
 
-    rounds: int = 10
+    rounds: int | None = None
     turn_ms: float | None = None
     lead_ms: float | None = None
     warmup_ms: float = 25.0
     max_s: float = 6.0
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
+        if self.rounds is not None and self.rounds < 1:
             raise ValueError(f"rounds must be a positive number, got {self.rounds}")
 
 
@@ -87,8 +90,8 @@ def interleave(
             samples += clock.measure(runs[name], calls, batch)
         return samples
 
-    deadline = time.perf_counter() + budget.max_s
-    for done, order in enumerate(islice(orders(list(runs)), budget.rounds)):
+    deadline, rounds = time.perf_counter() + budget.max_s, budget.rounds or balanced(len(runs))
+    for done, order in enumerate(islice(orders(list(runs)), rounds)):
         if time.perf_counter() > deadline and done > 2:
             break
         for name in order:
@@ -102,6 +105,25 @@ def interleave(
             timings[name].wall_us = median(wall for _, wall in found)
             timings[name].host_us = median(host for host, _ in found) if warm[name] <= 1.0 else None
     return timings
+
+
+def balanced(names: int, least: int = LEAST_ROUNDS) -> int:
+    """The fewest rounds, so many at least, in which each of so many names comes right after each other equally often:
+    6 of two, three and six names, 8 of four, 10 of five."""
+    square = names if names % 2 == 0 else 2 * names
+    return -(-least // square) * square
+
+
+def seconds(calls_ms: Sequence[float], budget: Budget) -> float:
+    """About how long `interleave` takes on a GPU, of candidates whose calls take so many milliseconds."""
+    turn_ms = _CudaClock.turn_ms if budget.turn_ms is None else budget.turn_ms
+    lead_ms = _CudaClock.lead_ms if budget.lead_ms is None else budget.lead_ms
+    if not calls_ms:
+        return 0.0
+    one = 1e-3 * sum(max(ms, turn_ms + lead_ms if ms < lead_ms else turn_ms) for ms in calls_ms)
+    rounds: float = budget.rounds or balanced(len(calls_ms))
+    loops = LOOPS * sum(min(LOOP_MS, LOOP_CALLS[1] * ms) for ms in calls_ms if ms <= LONGEST_MS)
+    return one * min(rounds, max(3, budget.max_s / one + 1)) + 1e-3 * loops
 
 
 def orders(names: Sequence[str]) -> Iterator[list[str]]:
@@ -219,19 +241,22 @@ class _CudaClock:
         return [start.elapsed_time(end) / calls for start, end in events]
 
     def loop(self, run: Run, ms: float) -> list[tuple[float, float]]:
-        """Microseconds a call, over 50 calls: of the host until all are enqueued, where they are short enough that the
-        queue cannot fill, and until all are done."""
+        """Microseconds a call, over 50 calls or fewer that are long: of the host until all are enqueued, where they are
+        short enough that the queue cannot fill, and until all are done."""
         if ms > LONGEST_MS:
             return []
+        least, most = LOOP_CALLS
+        calls = max(least, min(most, round(LOOP_MS / ms)))
         for _ in range(5):
             run()
         torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
-        for _ in range(50):
+        for _ in range(calls):
             run()
         enqueued = time.perf_counter()
         torch.cuda.synchronize(self.device)
-        return [((enqueued - begin) * 2e4, (time.perf_counter() - begin) * 2e4)]
+        each = 1e6 / calls
+        return [((enqueued - begin) * each, (time.perf_counter() - begin) * each)]
 
 
 def synchronize(device: torch.device) -> None:

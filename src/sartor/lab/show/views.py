@@ -59,10 +59,12 @@ def progress(console: Console, steps: int) -> Iterator[tuple[Callable[[str], Non
 
 @dataclass
 class Measured:
-    """Records of a suite, the files written: records, CSV, plots; and after Ctrl-C, how much of it there is."""
+    """Records of a suite, the files written: records, CSV, plots; what the time was spent on, in words; and after
+    Ctrl-C, how much of it there is."""
 
     records: list[Record]
     files: list[Path]
+    spent: str
     interrupted: str = ""
 
 
@@ -82,9 +84,15 @@ def run(console: Console, suite: Suite, session: Session, out: Path, plot: bool,
         store = store.withdraw(out) if record else store
         store.close(replace=False)
         cases = max(done - (not suite.fresh), 0)
-        return Measured(found, store.files, f"{cases} of {len(suite.cases)} workloads are measured")
+        return Measured(found, store.files, _spent(session), f"{cases} of {len(suite.cases)} workloads are measured")
     store.close(replace=record is not None)
-    return Measured(found, store.files + (draw(found, suite, store.path.parent) if plot else []))
+    files = store.files + (draw(found, suite, store.path.parent) if plot else [])
+    return Measured(found, files, _spent(session))
+
+
+def _spent(session: Session) -> str:
+    """Seconds by what they were spent on: for who wants the next run shorter."""
+    return ", ".join(f"{what} {seconds:.1f} s" for what, seconds in session.spent.items() if seconds >= 0.05)
 
 
 def show(console: Console, records: list[Record], suite: Suite, session: Session) -> None:

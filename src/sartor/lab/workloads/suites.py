@@ -35,7 +35,7 @@ class Suite:
     cases: tuple[tuple[Workload, tuple[str, ...]], ...]
     plots: tuple[str, ...] = field(default=())
     lead_ms: float | None = None
-    rounds: int = 10
+    rounds: int | None = None
     fresh: bool = False
     unseen: bool = False
     ours: str = "sartor"
@@ -82,7 +82,7 @@ def parse(name: str, table: dict[str, Any]) -> Suite:
         cases += [(w, tuple(grid.get("providers", who))) for w in expand(grid, grid.get("modes", modes))]
     return Suite(
         name, table.get("description", ""), table.get("baseline", "sdpa"), tuple(cases), tuple(table.get("plots", ())),
-        table.get("lead_ms"), table.get("rounds", 10), table.get("fresh", False),
+        table.get("lead_ms"), table.get("rounds"), table.get("fresh", False),
         table.get("unseen", False), table.get("ours", "sartor"),
     )  # fmt: skip
 
