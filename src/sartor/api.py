@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -17,7 +17,6 @@ from sartor.checks import (
     known_layout,
     needs_operator,
     seed,
-    suggesting,
     unexpected,
 )  # fmt: skip
 from sartor.device import Device
@@ -31,7 +30,6 @@ Causal = bool | Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None] | None
 
 
-@suggesting
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -54,6 +52,7 @@ def attention(
     precision: str = "ieee",
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(q k^T) v, in linear memory, with gradients for q, k, v, bias and sinks.
 
@@ -105,7 +104,8 @@ def attention(
         either.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came.
+        TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came. Of a keyword
+            that is `unknown` it says which one is meant.
         Unsupported (a NotImplementedError): no kernel, or not the one asked for, can run this; with every reason.
     """
     autocast = torch._C._is_any_autocast_enabled()
@@ -114,7 +114,7 @@ def attention(
     if (
         return_lse is False and sinks is None and softcap.__class__ is float and deterministic is False
         and out_dtype is None and precision == "ieee" and dropout_p.__class__ is float and dropout_p == 0
-        and dropout_seed is None and forward_ad._current_level < 0
+        and dropout_seed is None and not unknown and forward_ad._current_level < 0
         and not (autocast and getattr(q, "is_cpu", True))  # PyTorch's kernels, which autocast would change
     ):  # fmt: skip
         found = front.attend(
@@ -122,6 +122,8 @@ def attention(
         )
         if found is not None:
             return found
+    if unknown:
+        raise unexpected("attention", unknown, _KNOWN)
     boolean("return_lse", return_lse)
     call = Call(
         q, k, v, bias, mask, score, alibi_slopes, sinks, causal, window, softmax_scale, softcap, deterministic,
@@ -144,6 +146,9 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+_KNOWN = tuple(name for name in signature(attention).parameters if name != "unknown")
+
+
 def explain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: Layout = "bshd", device: Device | None = None,
     **options: Any,
@@ -156,9 +161,8 @@ def explain(
         **options: as in `attention`; `return_lse` is accepted and changes nothing.
     """
     boolean("return_lse", options.pop("return_lse", False))
-    known = tuple(signature(attention).parameters)
-    if not options.keys() <= set(known):
-        raise unexpected("explain", options, known)
+    if not options.keys() <= set(_KNOWN):
+        raise unexpected("explain", options, _KNOWN)
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"device must be a sartor.device.Device, got {type(device).__name__}: {device!r}")
     q, k, v = _autocast(q, k, v)

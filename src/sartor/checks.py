@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from difflib import get_close_matches
-from functools import wraps
-from inspect import signature
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
-P = ParamSpec("P")
-R = TypeVar("R")
 LAYOUTS = {"bshd": "(batch, seqlen, heads, dim)", "bhsd": "(batch, heads, seqlen, dim)"}
 
 ELSEWHERE = {  # what other libraries call it: what is meant here
@@ -36,23 +32,6 @@ ELSEWHERE = {  # what other libraries call it: what is meant here
     "sliding_window": "window",
     "sm_scale": "softmax_scale",
 }
-
-
-def suggesting(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, whose TypeError for a keyword that it does not know says which one is meant."""
-    known = tuple(signature(function).parameters)
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            own = error.__traceback__ is None or error.__traceback__.tb_next is None  # Python's, of this very call
-            if own and not kwargs.keys() <= set(known):
-                raise unexpected(function.__name__, kwargs, known) from None
-            raise
-
-    return call
 
 
 def unexpected(function: str, given: Collection[str], known: Collection[str]) -> TypeError:
@@ -161,7 +140,7 @@ def slopes_without_gradient(t: Any) -> None:
         raise NotImplementedError("alibi_slopes has no gradient here: expected requires_grad=False, got True")
 
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
+dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _trace = torch._C._get_tracing_state
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -169,7 +148,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def watched() -> bool:
     """Whether a compiler, a tracer, a dispatch mode or a transform wants to see operators."""
-    return torch.compiler.is_compiling() or _dispatch_modes() > 0 or _transforms() is not None or _trace() is not None
+    return torch.compiler.is_compiling() or dispatch_modes() > 0 or _transforms() is not None or _trace() is not None
 
 
 def needs_operator(t: Any) -> bool:

@@ -11,16 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 
 from sartor import ops
-from sartor.checks import PLAIN, sides, watched
+from sartor.checks import PLAIN, dispatch_modes, sides, watched
 from sartor.kernels.native import Single
 from sartor.kernels.small import Small
 from sartor.node import Native
 from sartor.problem import Call, extra_key, tensors_read
 
 Tensor = torch.Tensor
-_NOT_SEEN = object()
+ALIKE = 8  # calls kept of one key, which differ in shapes, strides, dtypes, what requires a gradient
 
 
 def attend(
@@ -28,63 +29,74 @@ def attend(
     softmax_scale: Any, softcap: float, layout: Any, kernel: Any,
 ) -> Tensor | None:  # fmt: skip
     """out, in `layout`, or None of a call that goes the way of all others: whatever is wrong with it is said there."""
-    if (
-        watched() or q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN
-        or causal.__class__ not in (bool, str)
-    ):  # fmt: skip
+    if q.__class__ not in PLAIN or causal.__class__ not in (bool, str):
         return None
-    extras: Any = None
+    if torch.compiler.is_compiling() or dispatch_modes():
+        return None
+    tensors: tuple[Any, ...] = q, k, v
+    extras: tuple[Any, ...] = ()
     on_gpu, alone = q.is_cuda, bias is None and mask is None and score is None and alibi_slopes is None
-    if not (alone and k.is_cuda and v.is_cuda if on_gpu else q.is_cpu and k.is_cpu and v.is_cpu):
+    if not (alone if on_gpu else q.is_cpu):
         return None
     try:
         if on_gpu:
             extras = _place(q, k, v)
         elif not alone:
-            extras = _key(bias), _key(mask), _key(score), _key(alibi_slopes)
+            for x in (bias, mask, score, alibi_slopes):
+                extras += (x if x is None else _key(x),)
+                if x.__class__ in PLAIN:
+                    tensors += (x,)
         key = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, causal,
-            None if window is None else sides(window), softmax_scale, softmax_scale.__class__, softcap, layout, kernel,
-            extras,
+            q.numel(), k.numel(), causal, None if window is None else sides(window), softmax_scale,
+            softmax_scale.__class__, softcap, layout, kernel, extras,
         )  # fmt: skip
-        found: Any = ops.PREPARED.get(key, _NOT_SEEN)
+        seen: Any = ops.PREPARED.get(key, ())
     except (TypeError, AttributeError, RuntimeError, ValueError):  # said by name in the long way
         return None
-    if found is _NOT_SEEN:
+    for same, plain in seen:  # noqa: B007 - one is broken off with
+        if same(*tensors):
+            break
+    else:
         call = Call(
             q, k, v, bias, mask, score, alibi_slopes, None, causal, window, softmax_scale, softcap, kernel=kernel,
             layout=layout,
         )  # fmt: skip
-        prepared = ops.prepare(call)
-        plan = prepared.forward, prepared.template
-        found = Native.of(prepared, layout, q.device) if on_gpu else Single.of(*plan) or Small.of(*plan)
-        ops.PREPARED.add(key, found)
-    if found is None:
+        plain = _learned(call, tensors, key, seen)
+    if plain is None:
         return None
     if on_gpu:
-        return found.attend(q, k, v)  # type: ignore[no-any-return]
-    read = [] if extras is None else tensors_read(mask, score, alibi_slopes, bias, q.dtype)
-    plain: Single | Small = found
+        return plain.attend(q, k, v)  # type: ignore[no-any-return]
+    read = [] if alone else tensors_read(mask, score, alibi_slopes, bias, q.dtype)
     if layout == "bhsd":
-        return plain.attend(q, k, v, read)
+        return plain.attend(q, k, v, read)  # type: ignore[no-any-return]
     out = plain.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), read)
     return None if out is None else out.transpose(1, 2)
 
 
+def _learned(call: Call, tensors: tuple[Any, ...], key: Any, seen: tuple[Any, ...]) -> Any:
+    """How such a call is computed, kept for the next one; None of one that goes the way of all others."""
+    on_gpu = call.q.is_cuda
+    if watched() or not all(t.__class__ in PLAIN and (t.is_cuda if on_gpu else t.is_cpu) for t in tensors):
+        return None
+    prepared = ops.prepare(call)
+    plan = prepared.forward, prepared.template
+    plain = Native.of(prepared, call.layout, call.q.device) if on_gpu else Single.of(*plan) or Small.of(*plan)
+    # says in a microsecond whether tensors are of these classes, shapes, strides, dtypes and devices, whether they
+    # require gradients, and whether a transform, a tracer or autocast is on, as is now
+    same = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    ops.PREPARED.add(key, ((same, plain), *seen[: ALIKE - 1]))
+    return plain
+
+
 def _place(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """What else a plan for a GPU depends on: devices, alignment, and what PyTorch was told of determinism."""
-    return (
-        q.device, k.device, v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15,
-        torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+    """What else a plan for a GPU depends on: alignment, and what PyTorch was told of determinism."""
+    return q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, torch.are_deterministic_algorithms_enabled()
 
 
 def _key(x: Any) -> Any:
-    """Of an argument besides q, k and v; what is unusual raises."""
-    if x is None:
-        return None
-    if x.__class__ in PLAIN and x.is_cpu and not x.requires_grad:
-        return x.shape, x.stride(), x.dtype
+    """Of an argument besides q, k and v; what is unusual raises. Guards tell of a tensor what else there is to tell."""
+    if x.__class__ in PLAIN and not x.requires_grad:
+        return x.numel()
     if isinstance(x, Tensor) or any(t.requires_grad for t in x.tensors):
         raise TypeError
     return extra_key(x)

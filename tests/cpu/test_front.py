@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from inspect import signature
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import sartor
 from sartor import front, mods, ops, testing
-from sartor.kernels import blocked, torch_cpu
+from sartor.kernels import algebra, blocked, torch_cpu
+from sartor.kernels.native import Single
+from sartor.kernels.small import Small
+from sartor.kernels.straight import straight
+from sartor.mods.expr import evaluate
+from sartor.mods.program import Program
 from sartor.mods.recent import Recent
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -71,7 +80,8 @@ def test_nothing_goes_the_long_way(name, layout, calls):
 def test_no_argument_is_overlooked():
     """`attention` looks at these itself, and at another value of one goes the long way."""
     looked_at = {"sinks", "deterministic", "return_lse", "out_dtype", "precision", "dropout_p", "dropout_seed"}
-    assert {*signature(front.attend).parameters} | looked_at == {*signature(sartor.attention).parameters}
+    arguments = {*signature(sartor.attention).parameters} - {"unknown"}
+    assert {*signature(front.attend).parameters} | looked_at == arguments
 
 
 @pytest.mark.parametrize("heads_kv", [4, 2])
@@ -164,6 +174,114 @@ def test_a_gradient_has_no_gradient(options):
         dq.sum().backward()
 
 
+NUMBERS = (2.0, 3)
+SIMPLE = {
+    "softcap": lambda s, b, h, q, kv, aux: aux[0] * mods.tanh(s / aux[0]),
+    "twice": lambda s, b, h, q, kv, aux: s * mods.sigmoid(s) - aux[1],
+    "from a number": lambda s, b, h, q, kv, aux: 1 - (aux[0] * aux[1] + s),
+    "shared": lambda s, b, h, q, kv, aux: (lambda x: x * x + s / x)(mods.tanh(s) + aux[0]),
+    "number beyond float32": lambda s, b, h, q, kv, aux: s * 1e60,
+    "negative": lambda s, b, h, q, kv, aux: -s,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
+@pytest.mark.parametrize("name", SIMPLE)
+def test_a_simple_score_function_is_a_few_calls_of_the_same_bits(name, dtype):
+    """As `evaluate` computes it; the scores are overwritten, so that each takes its own."""
+    program, aux = Program.of(None, mods.Score(SIMPLE[name], NUMBERS))
+    s = torch.randn(2, 3, 4, 5, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    expected = [evaluate(e, {"s": s}, aux, dtype) for e in (program.score, program.dscore)]
+    (alone,) = straight((program.score,), aux, dtype)(s.clone())
+    assert torch.equal(alone, expected[0])
+    both = straight((program.score, program.dscore), aux, dtype)
+    if isinstance(expected[1], float):  # a slope that is a number is left to the walk
+        assert both is None
+    else:
+        assert all(map(torch.equal, both(s.clone()), expected))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda s, b, h, q, kv, aux: s + kv,
+        lambda s, b, h, q, kv, aux: mods.where(s > 0, s, 2 * s),
+        lambda s, b, h, q, kv, aux: s,
+    ],
+    ids=["position", "choice", "itself"],
+)
+def test_other_score_functions_are_walked_over(fn):
+    program, aux = Program.of(None, mods.Score(fn, NUMBERS))
+    assert straight((program.score,), aux, torch.float32) is None
+    q, k, v = given()
+    testing.verify(q, k, v, score=mods.Score(fn, NUMBERS))
+
+
+def _vmapped(call, q, k, v):
+    return torch.func.vmap(lambda _: call(q, k, v))(torch.zeros(2))
+
+
+def _traced(call, q, k, v):
+    return torch.jit.trace(call, (q, k, v), check_trace=False)(q, k, v)
+
+
+def _under(mode):
+    def run(call, q, k, v):
+        with mode():
+            return call(q, k, v)
+
+    return run
+
+
+WATCHED = {
+    "flops": _under(lambda: FlopCounterMode(display=False)),
+    "fake": _under(lambda: FakeTensorMode(allow_non_fake_inputs=True)),
+    "autocast": _under(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "vmap": _vmapped,
+    "trace": _traced,
+    "tangents": _under(forward_ad.dual_level),
+    "subclass": lambda call, q, k, v: call(q.as_subclass(Other), k, v),
+}
+
+
+class Other(torch.Tensor):
+    """A tensor of another class."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", WATCHED)
+def test_a_call_that_was_seen_is_left_to_what_wants_to_see_it(name, monkeypatch):
+    monkeypatch.setattr(ops, "PREPARED", Recent(64))
+    q, k, v = given()
+    sartor.attention(q, k, v)  # its key is known now
+    taken = []
+    for plan in (Single, Small):
+        monkeypatch.setattr(plan, "attend", lambda self, *a: taken.append(a))
+    with contextlib.suppress(NotImplementedError):
+        WATCHED[name](sartor.attention, q, k, v)
+    assert not taken
+    sartor.attention(q, k, v)
+    assert len(taken) == 1
+
+
+def test_tensors_of_one_key_are_told_apart(calls):
+    """The key has the number of elements; shapes, strides, dtypes and gradients are looked at beside it."""
+    q, k, v = given()
+    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    other = [t.transpose(1, 2).contiguous() for t in (q, k, v)]  # 4 queries, 2 keys of 9 and 11 heads
+    many = [(q, k, v), turned, [t.half() for t in (q, k, v)], [t.clone().requires_grad_() for t in (q, k, v)]]
+    for _ in range(2):
+        for tensors in many:
+            found = sartor.attention(*tensors)
+            assert (found.dtype, found.shape) == (tensors[0].dtype, q.shape)
+            assert found.requires_grad == tensors[0].requires_grad
+            torch.testing.assert_close(found.float(), sartor.attention(q, k, v), rtol=1e-2, atol=1e-2)
+        with pytest.raises(ValueError, match="heads"):
+            sartor.attention(*other)
+    assert not calls
+    assert max(len(seen) for seen in ops.PREPARED.values() if type(seen) is tuple) <= front.ALIKE
+
+
 def test_many_scores_are_walked_over(monkeypatch):
     monkeypatch.setattr(ops, "PREPARED", Recent(64))
     monkeypatch.setattr(blocked, "FEW", 2 * 4 * 9 * 11 - 1)
@@ -187,10 +305,20 @@ def test_sound(rows, dtype):
     assert torch_cpu.sound(lse)
     assert torch_cpu.sound(lse, 10)
     assert not torch_cpu.sound(lse, 8)
+    assert all(torch_cpu.sound(lse * factor) for factor in (1e-30, 1e30))  # whose product is 0 or infinite
     for value in (0.0, torch.inf):
         bad = lse.clone()
         bad[0, 0, -1] = value
         assert not torch_cpu.sound(bad)
+
+
+@pytest.mark.parametrize("size", [9, algebra.FEW, algebra.FEW + 1])
+def test_without_nan(size):
+    found = torch.randn(size, requires_grad=True)
+    assert algebra.without_nan(found)
+    bad = found.detach().clone()
+    bad[-1] = torch.nan
+    assert not algebra.without_nan(bad)
 
 
 def test_the_keys_of_a_front_are_bounded(monkeypatch):

@@ -25,6 +25,14 @@ def finite(t: torch.Tensor) -> bool:
     return math.isfinite(total.item()) or bool(t.isfinite().all())
 
 
+FEW = 2**12  # elements, from which on a sum takes less time than a comparison
+
+
+def without_nan(t: torch.Tensor) -> bool:
+    """Whether none of it is NaN; False too where something is infinite and there is much of it."""
+    return t.equal(t) if t.numel() <= FEW else finite(t.detach())
+
+
 LARGE = 4096.0  # of an lse: in float32 its rounding is worth 2^-12 of each weight exp(score - lse)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from sartor.device import Device
 from sartor.kernels import blocked, torch_cpu
-from sartor.kernels.algebra import LARGE, finite
+from sartor.kernels.algebra import LARGE, finite, without_nan
 from sartor.kernels.once import once
 from sartor.kernels.spec import Operands, Plan
 from sartor.problem import Call, Problem, Template, aux_values
@@ -56,14 +56,14 @@ class Single:
         if self.plain:
             out, lse = torch_cpu.FORWARD(q, k, v, 0.0, self.is_causal, scale=self.scale)
             if not follow:
-                return out if torch_cpu.sound(lse) and not (self.masked and not finite(out)) else None
+                return out if torch_cpu.sound(lse) and not (self.masked and not without_nan(out)) else None
         else:
             added = torch_cpu.added_at_once(self.plan, self.template, read, q, self.given)
             if not follow:
                 found = torch_cpu.of_block(self.plan.problem, added, q, k, v)
                 return None if found is None else found[0]
             out, lse = torch_cpu.FORWARD(q, k, v, 0.0, False, attn_mask=added, scale=self.scale)
-        if not torch_cpu.sound(lse, LARGE) or (self.masked and not finite(out.detach())):
+        if not torch_cpu.sound(lse, LARGE) or (self.masked and not without_nan(out)):
             return None
         node: Any = out.grad_fn
         node.register_hook(_mend_masked if self.masked else _mend)

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from sartor.kernels import blocked
-from sartor.kernels.algebra import finite, working_dtype
+from sartor.kernels.algebra import finite, without_nan, working_dtype
 from sartor.kernels.kept import DATA, Kept
 from sartor.kernels.once import once
-from sartor.kernels.spans import hidden, whole
+from sartor.kernels.spans import Frame, hidden, whole
 from sartor.kernels.spec import Operands, Plan, unviewed
+from sartor.kernels.straight import number, straight
 from sartor.problem import Template, filled
 
 Tensor = torch.Tensor
@@ -34,13 +35,18 @@ class Made(NamedTuple):
 class Small:
     """A plan of `blocked` for few scores."""
 
-    __slots__ = ("narrow", "plan", "scale", "template", "tile")
+    __slots__ = ("changed", "key_heads", "narrow", "plan", "scale", "shape", "sloped", "template", "tile")
 
     def __init__(self, plan: Plan, template: Template) -> None:
-        p = plan.problem
-        self.plan, self.template, self.scale = plan, template, p.softmax_scale
-        self.narrow = p.dtype != working_dtype(p)
+        p, dtype = plan.problem, working_dtype(plan.problem)
+        self.plan, self.template, self.scale = plan, template, number(p.softmax_scale, dtype)
+        self.narrow, self.key_heads = p.dtype != dtype, p.batch * p.heads_kv
+        self.shape = p.batch, p.heads_q, p.seqlen_q, p.seqlen_kv  # of the scores
         self.tile = slice(0, p.seqlen_q), slice(0, p.seqlen_kv)
+        self.changed = self.sloped = None  # the score function, without and with its derivative, where it is simple
+        if p.program.score is not None and p.program.dscore is not None:
+            self.changed = straight((p.program.score,), template, dtype)
+            self.sloped = straight((p.program.score, p.program.dscore), template, dtype)
 
     @classmethod
     def of(cls, plan: Plan, template: Template) -> Small | None:
@@ -61,36 +67,46 @@ class Small:
     def made(self, q: Tensor, k: Tensor, v: Tensor, read: list[Tensor], derivative: bool) -> Made | None:
         """The result with what a backward reads, the score's derivative only if it is wanted; None if not finite. Its
         products are those of `blocked`'s one tile, and so are its bits."""
-        program, shape = self.plan.problem.program, (*q.shape[:3], k.shape[2])
-        x = Operands(q, k, v, None, filled(self.template, read))
+        p = self.plan.problem
         q, k, v = self.by_key_head(q), self.by_key_head(k), self.by_key_head(v)
-        s, slope = torch.bmm(q.mul(self.scale), k.transpose(1, 2)).view(shape), None
-        if program.score is not None:
-            new, slope = whole(self.plan, x).changed(s, *self.tile, derivative)
-            alike = isinstance(new, torch.Tensor) and new.shape == shape and new.dtype == s.dtype
-            s = new if alike else torch.as_tensor(new, dtype=s.dtype, device=s.device).expand(shape)
-        if program.keep is not None:
-            s = s + self.hidden(x, read)
+        s, slope = torch.bmm(q.mul(self.scale), k.mT).view(self.shape), None
+        if p.program.score is not None:
+            s, slope = self.changed_scores(s, read, derivative)
+        if p.program.keep is not None:
+            s = s + self.hidden(read)
         weights = s.softmax(3)
         out = torch.bmm(self.by_key_head(weights), v)
-        if not finite(out):
+        if not without_nan(out):
             return None
-        out = out.view(*shape[:3], -1)
-        return Made(out.to(x.q.dtype) if self.narrow else out, weights, slope)
+        out = out.view(*self.shape[:3], p.dim_v)
+        return Made(out.to(p.dtype) if self.narrow else out, weights, slope)
+
+    def changed_scores(self, s: Tensor, read: list[Tensor], derivative: bool) -> tuple[Tensor, Any]:
+        """What the score function makes of them, with its derivative if it is wanted."""
+        if derivative and self.sloped is not None:
+            return self.sloped(s)  # type: ignore[no-any-return]
+        if not derivative and self.changed is not None:
+            return self.changed(s)[0], None
+        new, slope = self.frame(s, read).changed(s, *self.tile, derivative)
+        alike = isinstance(new, torch.Tensor) and new.shape == s.shape and new.dtype == s.dtype
+        return new if alike else torch.as_tensor(new, dtype=s.dtype, device=s.device).expand(s.shape), slope
 
     def by_key_head(self, t: Tensor) -> Tensor:
         """(b, h, s, n) in the working dtype as (b * hkv, h // hkv * s, n), with rows that `blocked` has in memory."""
         if self.narrow:
             t = t.to(working_dtype(self.plan.problem))
-        n = self.plan.problem.batch * self.plan.problem.heads_kv
-        return t.reshape(n, -1, t.shape[3])
+        return t.reshape(self.key_heads, -1, t.shape[3])
 
-    def hidden(self, x: Operands, read: list[Tensor]) -> Tensor:
+    def frame(self, s: Tensor, read: list[Tensor]) -> Frame:
+        """The call without q, k and v; `s` tells the device."""
+        return whole(self.plan, Operands(s, s, s, None, filled(self.template, read)))
+
+    def hidden(self, read: list[Tensor]) -> Tensor:
         """What the mask adds to the scores, kept where little data tells."""
-        little = sum(t.numel() for t in read) <= DATA
+        little = not read or sum(t.numel() for t in read) <= DATA
         term: Tensor | None = _KEPT.get(self.plan, read) if little else None
         if term is None:
-            frame = whole(self.plan, x)
+            frame = self.frame(self.scale, read)
             term = hidden(frame.keep(*self.tile), frame.dtype)
             if little:
                 _KEPT.add(self.plan, read, term, term.numel())
