@@ -63,4 +63,4 @@ $(STAMP): pyproject.toml setup.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-torch results build dist
+	rm -rf $(VENV) $(VENV)-* results build dist

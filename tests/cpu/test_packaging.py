@@ -3,8 +3,10 @@
 import subprocess
 import sys
 import zipfile
-from importlib.util import find_spec
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_loader
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,3 +83,54 @@ def test_wheel_is_small_and_carries_suites_and_device_code(tmp_path: Path) -> No
     wanted |= {f"sartor/suites/{name}.toml" for name in suites.available()}
     assert {n for n in wanted - carried if (copy / "src" / n).is_file()} == set()
     assert "sartor/suites/paper.toml" in carried
+
+
+@pytest.fixture(scope="module")
+def versions() -> Any:
+    """`.ci/versions`, which CI runs."""
+    path = ROOT / ".ci" / "versions"
+    loader = SourceFileLoader("versions", str(path))
+    module = module_from_spec(spec_from_loader("versions", loader))
+    loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("  Downloading torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl (526.6 MB)\n", ("2.13.0", 526.6)),
+        ("Downloading torch-2.9.1-cp310-none-macosx_11_0_arm64.whl (74.5 MB)\n", ("2.9.1", 74.5)),
+        ("Processing ./torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl\n", ("2.13.0+cpu", 0.0)),
+        ("  Downloading torchvision-0.28.0-cp312-cp312-manylinux_2_28_x86_64.whl (8.0 MB)\n", None),
+        ("Collecting torch==2.13.0\n", None),
+    ],
+)
+def test_ci_reads_what_pip_begins_to_fetch(versions: Any, line: str, found: Any) -> None:
+    assert versions.told(line) == found
+
+
+def test_ci_says_why_a_version_is_not_tested(versions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "which", lambda name: name if name == "python3.11" else None)
+    tested = {("3.11", "2.13.0")}
+    assert "no wheel" in versions.why_not("3.14", None, tested)
+    assert versions.why_not("3.11", ("2.13.0", 190.0), tested) == "tested already"
+    assert "527 MB" in versions.why_not("3.11", ("2.12.0", 526.6), tested)
+    assert "no python3.12" in versions.why_not("3.12", ("2.13.0", 190.0), tested)
+    assert versions.why_not("3.11", ("2.9.1", 190.0), tested) == ""
+
+
+def test_ci_tests_the_lowest_and_the_newest_torch_of_every_python(versions: Any, monkeypatch, capsys) -> None:
+    """By `make test-torch`, where a small wheel and the Python are there; the rest is said."""
+    asked, made, run = [], [], subprocess.run
+    monkeypatch.setattr(sys, "argv", ["versions", sys.executable])
+    monkeypatch.setattr(versions, "which", lambda name: name)
+    monkeypatch.setattr(versions, "wheel", lambda *pair: asked.append(pair) or ("9.9", 190.0 + 400 * ("=" in pair[1])))
+    monkeypatch.setattr(
+        versions.subprocess, "run", lambda a, **more: made.append(a) if a[0] == "make" else run(a, **more)
+    )
+    versions.main()
+    assert {python for python, _ in asked} == {f"3.{minor}" for minor in range(10, 15)}
+    assert {torch for _, torch in asked} == {"torch==2.9.*", "torch"}
+    assert [make[2] for make in made] == [f"PYTHON=python3.{minor}" for minor in range(10, 15)]
+    assert capsys.readouterr().out.count("a build for CUDA") == 5
+    assert ".ci/versions" in (ROOT / ".ci" / "run").read_text()
