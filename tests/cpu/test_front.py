@@ -264,6 +264,12 @@ def test_a_call_that_was_seen_is_left_to_what_wants_to_see_it(name, monkeypatch)
     assert len(taken) == 1
 
 
+def test_no_time_is_spent_on_tensors_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(ops, "PREPARED", None)
+    q, k, v = (t.to("meta") for t in given())  # no CPU's either
+    assert front.attend(q, k, v, None, None, None, None, False, None, None, 0.0, "bshd", "auto") is None
+
+
 def test_tensors_of_one_key_are_told_apart(calls):
     """The key has the number of elements; shapes, strides, dtypes and gradients are looked at beside it."""
     q, k, v = given()

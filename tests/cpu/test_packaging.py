@@ -3,8 +3,7 @@
 import subprocess
 import sys
 import zipfile
-from importlib.machinery import SourceFileLoader
-from importlib.util import find_spec, module_from_spec, spec_from_loader
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +86,10 @@ def test_wheel_is_small_and_carries_suites_and_device_code(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def versions() -> Any:
-    """`.ci/versions`, which CI runs."""
-    path = ROOT / ".ci" / "versions"
-    loader = SourceFileLoader("versions", str(path))
-    module = module_from_spec(spec_from_loader("versions", loader))
-    loader.exec_module(module)
+    """`.ci/versions.py`, which CI runs."""
+    spec = spec_from_file_location("versions", ROOT / ".ci" / "versions.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -121,16 +119,13 @@ def test_ci_says_why_a_version_is_not_tested(versions: Any, monkeypatch: pytest.
 
 def test_ci_tests_the_lowest_and_the_newest_torch_of_every_python(versions: Any, monkeypatch, capsys) -> None:
     """By `make test-torch`, where a small wheel and the Python are there; the rest is said."""
-    asked, made, run = [], [], subprocess.run
-    monkeypatch.setattr(sys, "argv", ["versions", sys.executable])
+    asked, made = [], []
     monkeypatch.setattr(versions, "which", lambda name: name)
     monkeypatch.setattr(versions, "wheel", lambda *pair: asked.append(pair) or ("9.9", 190.0 + 400 * ("=" in pair[1])))
-    monkeypatch.setattr(
-        versions.subprocess, "run", lambda a, **more: made.append(a) if a[0] == "make" else run(a, **more)
-    )
+    monkeypatch.setattr(versions.subprocess, "run", lambda command, **more: made.append(command))
     versions.main()
     assert {python for python, _ in asked} == {f"3.{minor}" for minor in range(10, 15)}
     assert {torch for _, torch in asked} == {"torch==2.9.*", "torch"}
     assert [make[2] for make in made] == [f"PYTHON=python3.{minor}" for minor in range(10, 15)]
     assert capsys.readouterr().out.count("a build for CUDA") == 5
-    assert ".ci/versions" in (ROOT / ".ci" / "run").read_text()
+    assert ".ci/versions.py" in (ROOT / ".ci" / "run").read_text()

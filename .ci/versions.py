@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """What needs torch alone is tested on the lowest and the newest torch, by Python 3.10 to 3.14: where there is such a
 Python, and pip finds a build of torch for it that is small. Of each it says what is done, or why not.
 
-The argument is the Python that `make test` has tested with."""
+Run by the Python that `make test` has tested with."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from shutil import which
 
@@ -19,7 +19,6 @@ PYTHONS = [f"3.{minor}" for minor in range(10, 15)]
 SMALL = 300  # MB; CPU builds take 200, those for CUDA 500 to 900, and gigabytes of libraries with them
 WAIT = 60  # seconds for pip to say what it would fetch
 WHEEL = r"(?P<file>\S*torch-(?P<version>[^-]+)-\S+\.whl)"
-OWN = "import sys, torch; print(f'{sys.version_info[0]}.{sys.version_info[1]} {torch.__version__}')"
 
 
 def wheel(python: str, torch: str) -> tuple[str, float] | None:
@@ -54,11 +53,10 @@ def why_not(python: str, found: tuple[str, float] | None, tested: set[tuple[str,
     """The sentence that says why a pair is not tested, or nothing."""
     if found is None:
         return f"skipped, as pip names no wheel within {WAIT} s"
-    version, size = found
-    if (python, version) in tested:
+    if (python, found[0]) in tested:
         return "tested already"
-    if size > SMALL:
-        return f"skipped, as its wheel has {size:.0f} MB, more than {SMALL}: a build for CUDA"
+    if found[1] > SMALL:
+        return f"skipped, as its wheel has {found[1]:.0f} MB, more than {SMALL}: a build for CUDA"
     return "" if which(f"python{python}") else f"skipped, as there is no python{python}"
 
 
@@ -66,8 +64,8 @@ def main() -> None:
     """Raises CalledProcessError where tests fail."""
     lowest = re.search(r'"torch>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
     assert lowest is not None
-    own = subprocess.run([sys.argv[1], "-c", OWN], capture_output=True, text=True, check=True).stdout.split()
-    tested = {(own[0], own[1])}
+    own = f"{sys.version_info[0]}.{sys.version_info[1]}", version("torch")
+    tested = {own}
     print(f"Python {own[0]}, torch {own[1]}: tested by `make test`")
     for python in PYTHONS:
         for torch in (f"torch=={lowest[1]}.*", "torch"):
