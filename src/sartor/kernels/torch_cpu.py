@@ -39,7 +39,7 @@ FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # the binding takes
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 ROWS = 256  # of a block of queries: what is added to its scores stays in the caches
 WHOLE = 2**22  # elements of a tensor mask that are added at once: many, as the backward is slower block by block
-FEW = 64  # rows up to which lse is looked at in Python
+FEW = 2**7  # rows up to which lse is looked at in Python
 KEYS = 512  # up to which the keys are not cut: to find out which are reached takes longer than they do
 
 
