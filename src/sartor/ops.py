@@ -112,7 +112,7 @@ def prepare(call: Call) -> Prepared:
 
 @cache
 def _warn_once(sentence: str) -> None:
-    warnings.warn(sentence, stacklevel=6)  # the line that calls `attention`
+    warnings.warn(sentence, stacklevel=5)  # the line that calls `attention`
 
 
 def run(call: Call, lse: bool) -> tuple[Tensor, Any]:

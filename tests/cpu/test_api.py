@@ -31,6 +31,7 @@ from sartor.kernels.spec import Saved
 from sartor.kernels.triton import backward as triton_backward
 from sartor.kernels.triton import launch
 from sartor.mods import core, program
+from sartor.mods.recent import Recent
 from sartor.mods.tracing import resolve
 from sartor.problem import FARTHEST, Call, Problem, is_copied
 
@@ -283,6 +284,15 @@ def test_a_hopper_gpu_without_the_compiler_warns_once(hopper):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ops.prepare(Call(*call, causal=True))
+
+
+def test_what_to_install_is_said_of_the_line_that_calls(monkeypatch):
+    monkeypatch.setattr(ops, "PREPARED", Recent(64))
+    monkeypatch.setattr(ops, "advice", lambda *a: "a slower kernel runs")
+    with pytest.warns(UserWarning, match="a slower kernel runs") as said:
+        sartor.attention(*inputs(), return_lse=True)  # the way that a GPU's calls go
+    ops._warn_once.cache_clear()
+    assert [warning.filename for warning in said] == [__file__]
 
 
 @pytest.mark.parametrize("window", [[3, 1], (np.int64(3), np.int32(1))])
