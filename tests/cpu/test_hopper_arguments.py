@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import sartor
-from sartor import nvrtc, ops, plan
+from sartor import mods, nvrtc, ops, plan
 from sartor.device import ARCHITECTURES, Device
+from sartor.kernels import blocks
 from sartor.kernels.cuda import host, pairs, params
 from sartor.kernels.cuda.row import Row
 from sartor.kernels.hopper import forward
@@ -169,6 +170,17 @@ def test_backward_to_a_bias(launches, shape):
     else:
         item, head = (70 * 96 * n if size > 1 else 0 for n, size in zip((shape[1], 1), shape, strict=True))
         assert contains(sweep, {"dsums_batch": item, "dsums_head": head, "dsums_row": 96})
+
+
+def test_block_lists(launches, monkeypatch):
+    """With planes of items and of key heads, whose queries share tiles."""
+    monkeypatch.setenv("SARTOR_PENDING", "1")
+    monkeypatch.setattr(blocks, "_KEPT", {})
+    sartor.attention(*inputs(torch.bfloat16), mask=mods.Mask(lambda b, h, q, kv: (q + kv) % (b + h + 2) == 0))
+    (found,) = blocks._KEPT.values()
+    given = launches["hopper_forward"]
+    assert contains(given, places(starts=found.starts, entries=found.entries, bits=found.bits))
+    assert contains(given, {"plane_batch": 3, "plane_head": 1})
 
 
 @pytest.mark.parametrize("dims", [(192, 192), (192, 128)])
