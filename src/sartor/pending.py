@@ -17,6 +17,7 @@ PARTS: dict[str, str] = {  # by name, in words
     "buried rows": "hopper_backward, scores that may bury a row",
     "shared heads": "hopper_backward, several blocks for the query heads of one key head",
     "forward lists": "the block list of hopper_forward",
+    "backward lists": "the block list of hopper_backward",
 }
 
 

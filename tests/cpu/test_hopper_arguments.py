@@ -173,14 +173,18 @@ def test_backward_to_a_bias(launches, shape):
 
 
 def test_block_lists(launches, monkeypatch):
-    """With planes of items and of key heads, whose queries share tiles."""
+    """Of keys for the forward and of queries for the backward, with planes of items and of heads."""
     monkeypatch.setenv("SARTOR_PENDING", "1")
     monkeypatch.setattr(blocks, "_KEPT", {})
-    sartor.attention(*inputs(torch.bfloat16), mask=mods.Mask(lambda b, h, q, kv: (q + kv) % (b + h + 2) == 0))
-    (found,) = blocks._KEPT.values()
-    given = launches["hopper_forward"]
-    assert contains(given, places(starts=found.starts, entries=found.entries, bits=found.bits))
-    assert contains(given, {"plane_batch": 3, "plane_head": 1})
+    q, k, v = inputs(torch.bfloat16)
+    out = sartor.attention(q, k, v, mask=mods.Mask(lambda b, h, q, kv: (q + kv) % (b + h + 2) == 0))
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    (of_keys, of_queries), planes = blocks._KEPT.values(), []
+    for name, found in (("hopper_forward", of_keys), ("hopper_backward", of_queries)):
+        given = launches[name]
+        assert contains(given, places(starts=found.starts, entries=found.entries, bits=found.bits))
+        planes.append((given["plane_batch"], given["plane_head"]))
+    assert planes == [(3, 1), (6, 1)]  # of key heads, whose queries share tiles; of heads
 
 
 @pytest.mark.parametrize("dims", [(192, 192), (192, 128)])

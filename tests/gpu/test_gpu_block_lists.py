@@ -147,3 +147,35 @@ def test_in_compiled_calls():
     for _ in range(4):
         out = attend(q, k, v).clone()
     testing.check_all({"out": out}, q, k, v, mask=mask)
+
+
+@pytest.mark.parametrize("lengths", [(700, 700), (300, 1000), (1000, 130)], ids=str)
+@pytest.mark.parametrize("name", HOLES)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.judges("hopper_backward")
+def test_in_gradients(dim, name, lengths):
+    """Queries without any key, keys without any query, heads that share keys, and blocks that share heads."""
+    q, k, v = testing.make_inputs(2, 6, 2, *lengths, dim, None, torch.bfloat16, "cuda", "bshd", 0)
+    testing.verify(q, k, v, mask=HOLES[name])
+
+
+@pytest.mark.parametrize("name", ["natten", "blocks"])
+@pytest.mark.judges("hopper_backward")
+def test_gradients_hide_what_is_not_a_number(name):
+    q, k, v = testing.make_inputs(1, 2, 2, 700, 700, 64, None, torch.bfloat16, "cuda", "bshd", 0)
+    mask = HOLES[name]
+    pairs = mask.materialize(1, 1, 700, 700, "cuda")[0, 0]
+    sees = pairs[:, 333]
+    beside = pairs[sees].any(0)  # keys that share a query with it, whose gradients it reaches
+    dout = testing.make_like(q).masked_fill(sees[None, :, None, None], 0)
+    lost = v.clone()
+    lost[:, 333] = torch.nan
+    (dq, dk, dv), clean = (gradients(q, k, values, dout, mask) for values in (lost, v))
+    for changed, right, hit in zip((dq, dk, dv), clean, (sees, beside, beside), strict=True):
+        changed[:, hit] = right[:, hit]
+    testing.check_all({"dq": dq, "dk": dk, "dv": dv}, q, k, v, dout, None, mask=mask)
+
+
+def gradients(q, k, v, dout, mask):
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    return torch.autograd.grad(sartor.attention(*leaves, mask=mask), leaves, dout)
