@@ -16,6 +16,8 @@ PARTS: dict[str, str] = {  # by name, in words
     "bias gradients": "hopper_backward, the gradient of a bias of queries and keys",
     "buried rows": "hopper_backward, scores that may bury a row",
     "shared heads": "hopper_backward, several blocks for the query heads of one key head",
+    "forward lists": "the block list of hopper_forward",
+    "backward lists": "the block list of hopper_backward",
 }
 
 

@@ -15,7 +15,7 @@ import dialects
 from samples import sample
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
-from sartor.kernels.hopper.forward import Config
+from sartor.kernels.hopper.forward import Config, compiled
 from sartor.kernels.spec import Plan, Tile
 from sartor.lab.measure import ablation
 from sartor.plan import choose
@@ -107,6 +107,34 @@ def test_other_masks(dim, mask):
     """What has no row of its own is given the tile of a causal mask's, or one that leaves registers for it."""
     p = of_class(mask, dim, 16384)
     check(p, choose(p, DEVICE).tile)
+
+
+LISTED = {
+    "plain": {},
+    "ragged": {"lengths": (4000, 4000)},
+    "group": {"heads": (8, 2)},
+    "sinks": {"sinks": meta(4)},
+    "float16": {"dtype": FP16},
+    "float32_out": {"out_dtype": torch.float32},
+    "score": {"softcap": 20.0},
+    "table": {"score": mods.Score(lambda s, b, h, q, kv, aux: s + aux[0][h, q - kv + 4095], (meta(4, 8191),))},
+}
+
+
+@pytest.mark.parametrize("name", sample(LISTED, ["plain", "table"].__contains__))
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lists_of_key_tiles(dim, groups, name, monkeypatch):
+    """Of few queries and of many."""
+    monkeypatch.setenv("SARTOR_PENDING", "1")
+    hole = mods.Mask(lambda b, h, q, kv: ((q // 64 - kv // 64).abs() <= 6) & ((q % 64 - kv % 64).abs() <= 6))
+    p = problem(dim, mask=hole, **{"lengths": (4096, 4096), **LISTED[name]})
+    tile = SPEC.listed(p, replace(choose(p, DEVICE).tile, block_m=64 * groups, warps=4 * (groups + 1)))
+    binary = compiled(replace(SPEC.config(p, tile), listed=True))
+    assert "C75" not in binary.log
+    assert binary.resources["hopper_forward"].spill_bytes == 0
+    assert SPEC.config(p, tile).shared_bytes <= DEVICE.smem_bytes
+    assert SPEC.listed(replace(p, program=problem(dim, causal=True).program), tile) is None
 
 
 @pytest.mark.parametrize("name", sample(ablation.CHANGES, ["q-shared", "whole", "all-heads"].__contains__))

@@ -19,7 +19,7 @@ if nvrtc.missing() or not launch.available():
 
 from sartor.kernels.hopper.backward_config import Config
 from sartor.kernels.hopper.backward_launches import tidy, tidy_out
-from sartor.kernels.hopper.backward_problem import parts
+from sartor.kernels.hopper.backward_problem import listed, parts
 
 DEVICE = ARCHITECTURES[90]
 
@@ -71,6 +71,24 @@ def sound(config, spills=0):
     assert config.stages >= 2
     assert config.block >= 64  # of fewer, products would wait for the held rows
     return set(binary.resources)
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": (8, 2)}, {"dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lists_of_tiles(dim, options):
+    """One sweep over a list of query tiles; others walk none, nor one that tables order."""
+
+    def near(b, h, q, kv, aux=()):
+        return ((q // 20 - kv // 20).abs() <= 3) & ((q % 20 - kv % 20).abs() <= 3)
+
+    p = problem(dim, mask=mods.Mask(near), **options)
+    assert listed(p)
+    assert not listed(replace(p, deterministic=True))
+    assert not listed(problem(dim, mask=mods.Mask(near), softcap=20.0))
+    ends = meta(2, 1, 1, 1000, dtype=torch.int32)
+    assert not listed(problem(dim, mask=mods.Mask(near, (ends,), cols=lambda b, h, kv, aux: (0, aux[0], 0, 0))))
+    (config,) = Config.all(p)
+    assert sound(replace(config, listed=True)) >= {"hopper_backward", "preprocess", "round_dq"}
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)

@@ -118,6 +118,7 @@ def test_intervals_are_found_in_functions():
     sizes = BATCH, HEADS, LENGTH, LENGTH
     document = flex.to_mask(blocks(made["document"].mask_mod), sizes)
     assert document.tables
+    assert not flex.to_mask(blocks(made["natten"].mask_mod), sizes).tables  # whose intervals are within its blocks'
     assert not mods.Mask(made["document"].mask_mod).tables
 
 

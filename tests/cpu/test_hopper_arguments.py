@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import sartor
-from sartor import nvrtc, ops, plan
+from sartor import mods, nvrtc, ops, plan
 from sartor.device import ARCHITECTURES, Device
+from sartor.kernels import blocks
 from sartor.kernels.cuda import host, pairs, params
 from sartor.kernels.cuda.row import Row
 from sartor.kernels.hopper import forward
@@ -169,6 +170,21 @@ def test_backward_to_a_bias(launches, shape):
     else:
         item, head = (70 * 96 * n if size > 1 else 0 for n, size in zip((shape[1], 1), shape, strict=True))
         assert contains(sweep, {"dsums_batch": item, "dsums_head": head, "dsums_row": 96})
+
+
+def test_block_lists(launches, monkeypatch):
+    """Of keys for the forward and of queries for the backward, with planes of items and of heads."""
+    monkeypatch.setenv("SARTOR_PENDING", "1")
+    monkeypatch.setattr(blocks, "_KEPT", {})
+    q, k, v = inputs(torch.bfloat16)
+    out = sartor.attention(q, k, v, mask=mods.Mask(lambda b, h, q, kv: (q + kv) % (b + h + 2) == 0))
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    (of_keys, of_queries), planes = blocks._KEPT.values(), []
+    for name, found in (("hopper_forward", of_keys), ("hopper_backward", of_queries)):
+        given = launches[name]
+        assert contains(given, places(starts=found.starts, entries=found.entries, bits=found.bits))
+        planes.append((given["plane_batch"], given["plane_head"]))
+    assert planes == [(3, 1), (6, 1)]  # of key heads, whose queries share tiles; of heads
 
 
 @pytest.mark.parametrize("dims", [(192, 192), (192, 128)])

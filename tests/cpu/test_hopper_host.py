@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 import sartor
 from sartor import mods, nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
+from sartor.kernels import blocks
 from sartor.kernels.cuda import host
 from sartor.kernels.cuda.row import Row
 from sartor.kernels.hopper import backward_config, backward_launches
+from sartor.kernels.hopper import forward as hopper_forward
 from sartor.kernels.hopper.forward import Config, HopperForward
 from sartor.kernels.hopper.schedule import LONG
 from sartor.kernels.spec import Tile
@@ -449,3 +451,36 @@ def test_rooms_do_not_overlap():
     ends = [place + size for place, size in parts]
     assert all(end <= place for end, (place, _) in zip(ends, parts[1:], strict=False))
     assert ends[-1] <= 4 * room.length
+
+
+def test_a_list_of_key_tiles_is_walked(driver, monkeypatch):
+    """Where a mask leaves holes: made once for its text, numbers and lengths. Not while a graph is captured."""
+    monkeypatch.setenv("SARTOR_PENDING", "1")
+    monkeypatch.setattr(blocks, "_KEPT", {})
+    monkeypatch.setattr(hopper_forward, "compiled", lambda m: None)
+    q, k, v = (torch.zeros((2, 4, 700, 64), dtype=torch.bfloat16) for _ in range(3))
+    mask = mods.Mask(lambda b, h, q, kv, aux: (q - kv) % aux[0] == 0, (3,))
+
+    def launched(**options):
+        sartor.attention(q, k, v, layout="bhsd", **options)
+        return driver.launches[-1][2]
+
+    capturing = True
+    monkeypatch.setattr(host, "capturing", lambda device: capturing)
+    assert [launched(mask=mask).keys() & {"entries"} for _ in range(2)] == [set(), set()]
+    capturing = False
+    first, second = launched(mask=mask), launched(mask=mask)
+    (found,) = blocks._KEPT.values()
+    told = {name: getattr(found, name).data_ptr() for name in ("starts", "entries", "bits")}
+    assert told | {"plane_batch": 0, "plane_head": 0} == {n: first[n] for n in (*told, "plane_batch", "plane_head")}
+    assert first["entries"] == second["entries"]
+    capturing = True
+    assert launched(mask=mask)["entries"] == first["entries"]
+    capturing = False
+    other = mods.Mask(lambda b, h, q, kv, aux: (q - kv) % aux[0] == 0, (4,))
+    assert launched(mask=other)["entries"] != first["entries"]
+    monkeypatch.delenv("SARTOR_PENDING")
+    assert "entries" not in launched(mask=mods.Mask(lambda b, h, q, kv: (q - kv) % 5 == 0))
+    monkeypatch.setenv("SARTOR_PENDING", "1")
+    assert "entries" not in launched(causal=True)
+    assert "entries" not in launched(mask=torch.ones(700, 700, dtype=torch.bool))

@@ -132,7 +132,7 @@ def _of_blocks(blocks: BlockMask, sizes: Sizes) -> Mask | None:
     if mask_mod is noop_mask:
         return None if whole else _listed(blocks, sizes)
     made = _made(mask_mod, sizes)
-    if whole or _is_exact(made):
+    if whole or _is_exact(made) or _is_bounded(made):
         return made
     rows, cols = made.rows, made.cols
     by_row, by_column = _ends(blocks, "kv"), _ends(blocks, "q")
@@ -156,6 +156,15 @@ def _is_exact(made: Mask) -> bool:
     if torch.compiler.is_compiling():
         return bool(_handle_is_exact(made.handle))
     return bool(Program.of(made, None)[0].is_interval_both_ways)
+
+
+def _is_bounded(made: Mask) -> bool:
+    """Whether a mask reads no tensor and its text has both ends of each row: kernels find the empty tiles themselves
+    then, where blocks would be tensors to read."""
+    if torch.compiler.is_compiling() or made.tensors:
+        return False
+    rows = Program.of(made, None)[0].rows
+    return rows is not None and rows[0].text() != "0" and rows[1].text() != str(BIG)
 
 
 @torch.compiler.assume_constant_result

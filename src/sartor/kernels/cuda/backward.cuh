@@ -2,11 +2,11 @@
 //
 // The kernel that includes this has a config in macros: GROUPS (warpgroups that multiply, each with 64 held rows), KEYS
 // (keys and values are held, queries and dout stepped over, not the other way round), BLOCK (rows of a tile that is
-// stepped over), MASK (0 none, 1 an interval of every row and column, 2 any), SHARED_SPANS (intervals of held rows come
-// from tables: a block reads each once and keeps it in shared memory, at AT_SPANS), ORDERED (a table says which rows
-// are held when: hopper/order.cuh), PERSISTENT (a block holds one set of rows after another; a warp claims the next
-// ones while the others work, and leaves them in shared memory with their intervals), SECTIONED (a launch says how many
-// heads are in flight).
+// stepped over), MASK (0 none, 1 an interval of every row and column, 2 any, 3 any, walked by its block list:
+// kernels/blocks.py), SHARED_SPANS (intervals of held rows come from tables: a block reads each once and keeps it in
+// shared memory, at AT_SPANS), ORDERED (a table says which rows are held when: hopper/order.cuh), PERSISTENT (a block
+// holds one set of rows after another; a warp claims the next ones while the others work, and leaves them in shared
+// memory with their intervals), SECTIONED (a launch says how many heads are in flight).
 #pragma once
 #include "cuda/expressions.cuh"
 #include "cuda/wgmma.cuh"
@@ -101,6 +101,14 @@ struct Task {
 
   // Stepped rows that `count` held rows from `from` on attend to: tiles [begin, end), those in [full_begin, full_end) whole
   struct Range { int begin, end, full_begin, full_end; };
+#if MASK == 3  // of a range [begin, end) are entries
+  DEVICE Range range(int, int, int g) const {
+    const int blocks = ceil_div(held(), 64 * GROUPS), plane = batch * t.plane_batch + query_head(g) * t.plane_head;
+    const int* at = t.starts + plane * blocks + first / (64 * GROUPS);
+    return {__shfl_sync(ALL, at[0], 0), __shfl_sync(ALL, at[1], 0), 0, 0};  // which tells the compiler that they are uniform
+  }
+  DEVICE int tile(int j) const { return __shfl_sync(ALL, t.entries[j].tile, 0); }
+#else
   DEVICE Range range(int from, int count, int g) const {
     int lo = 0, hi = stepped(), full_lo = 0, full_hi = stepped();
     if (MASK) {
@@ -117,6 +125,7 @@ struct Task {
     }
     return {lo / BLOCK, ceil_div(hi, BLOCK), ceil_div(full_lo, BLOCK), full_hi / BLOCK};
   }
+#endif
 
 #if PERSISTENT
   static constexpr int job_bytes = 16 * 64 * GROUPS + 16;  // intervals of rows, and which rows they are
@@ -172,7 +181,11 @@ struct Task {
       for (int g = 0; g < rounds(); g++) {
         const Range tiles = range(first, 64 * GROUPS, g);
 #pragma unroll 1
+#if MASK == 3
+        for (int j = tiles.begin; j < tiles.end; j++) visit(g, tile(j));
+#else
         for (int j = tiles.begin; j < tiles.end; j++) visit(g, j);
+#endif
       }
 #if PERSISTENT
       leave();
@@ -220,6 +233,9 @@ struct Worker {
     }
     return __all_sync(ALL, all);
   }
+#endif
+#if MASK >= 2
+#if MASK == 2
   // A loop makes bits of it, in few registers: eight stepped rows at a time, AT_ONCE times at once
   template <int AT_ONCE> DEVICE void look_at_every_pair(u32 (&kept)[2], int j, int g) const {
     kept[0] = kept[1] = 0;
@@ -232,6 +248,7 @@ struct Worker {
           kept[r] = kept[r] << 1 | (seen & (stepped < task.stepped()));
         }
   }
+#endif
   DEVICE static void hide(float (&weights)[BLOCK / 2], const u32 (&kept)[2]) {
     UNROLL for (int i = 0; i < BLOCK / 4; i++)
       UNROLL for (int r = 0; r < 2; r++)

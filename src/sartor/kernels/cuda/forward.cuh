@@ -11,7 +11,7 @@
 //   ROWS            queries of a head in a slice of 64 rows
 //   DIM_V, COLUMNS  columns of the output, and how many of these are in memory
 //   BF16, WIDE      inputs are bfloat16; the output is float32
-//   MASK            0 none, 1 an interval a row, 2 any
+//   MASK            0 none, 1 an interval a row, 2 any, 3 any, walked by its block list (kernels/blocks.py)
 //   LOWER           an interval may begin after the first key
 //   SCORE, PRESCALE, SINKS   as the Triton kernels have them (triton/groups.py)
 //   RAGGED          the last key tile is not full
@@ -29,7 +29,8 @@
 
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
-constexpr bool SKIPS = GROUPS > 1 && (MASK || LAST_WAVE);  // whether warpgroups pass over key tiles that only others see
+constexpr bool LISTED = MASK == 3;  // then the key tiles [begin, end) of a work tile are entries of a block list
+constexpr bool SKIPS = GROUPS > 1 && !LISTED && (MASK || LAST_WAVE);  // whether warpgroups pass over key tiles that only others see
 using Half = Half16<BF16>;
 using Slice = SliceOf<ROWS>;
 using Job = WorkTile<GROUPS, MASK == 2>;
@@ -130,6 +131,25 @@ DEVICE void describe(const Share& at, bool late, u32 slot, const Shape& n, const
   }
 }
 
+#if MASK == 3
+constexpr int ALL_SEEN = -1;  // in place of the number of an entry's bits; below it nothing is
+static_assert(BLOCK_N <= 128 && GROUPS <= 3 && ROWS == 64 && NEAR_BYTES == 0);
+
+DEVICE void describe_listed(const Share& at, bool late, u32 slot, const Params& t, const Shape& n) {
+  const int* starts = t.starts + (at.batch * t.plane_batch + at.head * t.plane_head) * n.tiles_head + at.tile;
+  const int begin = starts[0], end = starts[1];
+  if (threadIdx.x & 31) return;
+  UNROLL for (int g = 0; g < GROUPS; g++) {
+    const Slice slice = slice_of(at.tile, g, n);
+    shared_store(slot + Job::first_query(g), slice.first_query), shared_store(slot + Job::first_head(g), slice.first_head);
+    shared_store(slot + Job::bits(g), t.entries[end - 1].bits[g]);
+  }
+  shared_store(slot + Job::batch, at.batch), shared_store(slot + Job::head, at.head);
+  shared_store(slot + Job::begin, begin), shared_store(slot + Job::end, end);
+  shared_store(slot + Job::claim_at, late ? imin(begin + 2, end - 1) : end - 1);
+}
+#endif
+
 struct NoPrefetch { DEVICE void operator()(const Place&) const {} };
 template <class Prefetch = NoPrefetch> DEVICE void schedule(u32 base, const Params& t, const Shape& n, const Aux& x, Prefetch prefetch = {}) {
   Rings rings(base, 0);
@@ -147,7 +167,11 @@ template <class Prefetch = NoPrefetch> DEVICE void schedule(u32 base, const Para
     Share at = share<GROUPS, BALANCED, LAST_WAVE>(SPLIT ? number / n.splits : number, n);
     if (SPLIT) at.batch = at.batch * n.splits + number % n.splits;
     const bool late = BALANCED && number + LATE_ROUNDS * int(opaque(gridDim.x)) >= n.tiles;
+#if MASK == 3
+    describe_listed(at, late, base + AT_JOBS + rings.jobs.stage() * Job::bytes, t, n);
+#else
     describe(at, late, base + AT_JOBS + rings.jobs.stage() * Job::bytes, n, x);
+#endif
     __syncwarp();
     if (lane < WORK_TILE_LANES) barrier_arrive(rings.jobs.full());
     prefetch(at);
@@ -159,13 +183,19 @@ template <class Prefetch = NoPrefetch> DEVICE void schedule(u32 base, const Para
   if (BALANCED && lead && atomicAdd(t.work + 1, 1) == int(gridDim.x) - 1) t.work[0] = t.work[1] = 0;  // for the next launch
 }
 
+template <class Params> DEVICE int key_tile(const Params& t, int j) {  // of a work tile's j-th
+  if constexpr (LISTED) return t.entries[j].tile;
+  else return j;
+}
+
 // ---- loader: one thread of the producer warpgroup, which starts TMA loads as stages come free. QUERIES: of queries
 // too; LATE: values come after the next tile's keys, which are needed first and whose stage may be free sooner; `await`
 // returns when a tile's keys and values are in memory.
 template <bool QUERIES, bool LATE, class Params, class Await>
 DEVICE void load(u32 base, const Params& t, const Shape& n, Await await) {
   Rings rings(base, 0);
-  auto load_values = [&](int j, int head, int batch) {
+  auto load_values = [&](int entry, int head, int batch) {
+    const int j = key_tile(t, entry);
     rings.v.await_empty();
     VTile::load(base + AT_V + rings.v.stage() * VTile::bytes, address(t.v_map), rings.v.full(), EVICT_LAST, j * BLOCK_N, head, batch);
     rings.v.next();
@@ -180,9 +210,10 @@ DEVICE void load(u32 base, const Params& t, const Shape& n, Await await) {
     if (item < 0) return;
 #pragma unroll 1
     for (int j = last, g = QUERIES ? 0 : GROUPS; j >= begin; j--) {
+      const int tile = key_tile(t, j);
       rings.k.await_empty();
-      await(rings.k.stage(), j, head, batch);
-      KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, address(t.k_map), rings.k.full(), EVICT_LAST, j * BLOCK_N, head, batch);
+      await(rings.k.stage(), tile, head, batch);
+      KTile::load(base + AT_K + rings.k.stage() * KTile::bytes, address(t.k_map), rings.k.full(), EVICT_LAST, tile * BLOCK_N, head, batch);
       rings.k.next();
       if (j == claim_at) barrier_arrive(rings.next.full());
 #pragma unroll 1
@@ -216,6 +247,13 @@ struct Worker {
   int batch = -1, head, j, begin, full_begin, full_end;  // this query tile
   int skipped, below;  // of its key tiles, after and before those that this warpgroup sees
   Slice slice;
+#if MASK == 3
+  int at, next_at;  // of this entry of the list and the next: where its bits are, or whether all or nothing is seen
+  u32 bits[2];      // this entry's, of this thread's rows
+#if SCORE
+  int tile, next_tile;  // of keys
+#endif
+#endif
 
   DEVICE Worker(const Params& t, const Shape& n, const Aux& x, u32 base, int group)
       : t(t), n(n), x(x), base(base), group(group), warp(threadIdx.x >> 5 & 3), lane(threadIdx.x & 31),
@@ -244,7 +282,12 @@ struct Worker {
     skipped = SKIPS ? imin(j - begin, imax(j + 1 - read(Job::own_end(group)), 0)) : 0;
     below = SKIPS && LEAVES ? imin(j - skipped - begin, imax(read(Job::own_begin(group)) - begin, 0)) : 0;
     begin += below;
+#if MASK == 3
+    full_begin = full_end = begin;
+    at = read(Job::bits(group));
+#else
     full_begin = read(Job::full_begin(group)), full_end = read(Job::full_end(group));
+#endif
     if (MASK != 2) done_job();
     return true;
   }
@@ -277,11 +320,32 @@ struct Worker {
   // ---- near values: what masks and scores read for every pair, copied for the next key tile during this one
   DEVICE u32 near() const { return base + AT_NEAR + (4 * group + warp) * NEAR_BYTES; }
   DEVICE int query_head(int row) const { return head * n.group + imin(slice.head(row), n.group - 1); }
+#if MASK == 3
+  // This entry's bits, and where the next one's are, a step before they are asked for
+  DEVICE void bring_near(int entry) {
+    if (entry < begin) return;
+    if (entry < j) at = next_at;
+    if (at >= 0) load_pair(bits[0], bits[1], t.bits + i64(at) * 256 + 2 * (threadIdx.x & 127));
+    if (entry > begin) next_at = load_one(t.entries[entry - 1].bits + group);
+#if SCORE
+    tile = entry < j ? next_tile : load_one(&t.entries[entry].tile);
+    if (entry > begin) next_tile = load_one(&t.entries[entry - 1].tile);
+#endif
+  }
+#else
   DEVICE void bring_near(int tile) const {
     if (NEAR_BYTES == 0 || tile < begin) return;
     const int own = warp * 16 + (lane >> 1);
     __syncwarp();
     bring(near(), batch, query_head(own), slice.query(own), tile * BLOCK_N, x, n);
+  }
+#endif
+  DEVICE int keys() const {  // where this key tile is
+#if MASK == 3 && SCORE
+    return tile;
+#else
+    return j;
+#endif
   }
 
   // ---- scores: the score function and the mask
@@ -324,7 +388,7 @@ struct Worker {
   DEVICE void apply_score(float (&s)[BLOCK_N / 2], float scale) const {
     if (NEAR_BYTES) await_copies(), __syncwarp();
 #if SCORE
-    const int first = j * BLOCK_N + 2 * (lane & 3);
+    const int first = keys() * BLOCK_N + 2 * (lane & 3);
     const int query[2] = {slice.query(row), slice.query(row + 8)};
     const int heads[2] = {query_head(row), query_head(row + 8)};
     UNROLL for (int i = 0; i < BLOCK_N / 4; i++) {
@@ -341,6 +405,13 @@ struct Worker {
     UNROLL for (int i = 0; i < BLOCK_N / 2; i++) s[i] *= scale;
 #endif
   }
+#if MASK == 3
+  DEVICE int2 mask(float (&s)[BLOCK_N / 2]) const {  // whether a row sees something, not where it ends
+    if (at == ALL_SEEN) return make_int2(1, 1);
+    UNROLL for (int r = 0; r < 2; r++) hide(s, r, 0, at < 0 ? 0u : bits[r]);
+    return at < 0 ? make_int2(0, 0) : make_int2(bits[0], bits[1]);
+  }
+#else
   DEVICE int2 mask(float (&s)[BLOCK_N / 2]) const {
     if (!masked()) return make_int2(0, 0);
     const int first = j * BLOCK_N + 2 * (lane & 3);
@@ -365,6 +436,11 @@ struct Worker {
       UNROLL for (int r = 0; r < 2; r++)
         hide(s, r, w, (LOWER ? from_column(lo[r] - first - w) : ~0u) & ~from_column(hi[r] - first - w));
     return make_int2(hi[0], hi[1]);
+  }
+#endif
+  // Whether there may be rows that see their first key here, by what `mask` says
+  template <class Softmax> DEVICE bool late(const Softmax& softmax, const int2& seen) const {
+    return LISTED ? softmax.late(seen.x, seen.y) : softmax.late(seen.x > j * BLOCK_N, seen.y > j * BLOCK_N);
   }
 
   // ---- epilogue: what is kept of a query tile once the next one has begun, and the stores

@@ -95,6 +95,13 @@ def kept(make: Callable[[], Made]) -> Made:
         return thread.submit(make).result()
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may wait."""
+    if device.type != "cuda" or not torch._C._cuda_getCurrentRawStream(device.index):
+        return False  # the default stream, 0, cannot be captured
+    return torch.cuda.is_current_stream_capturing()
+
+
 def like(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """A float32 tensor for `empty_like`, which parses fewer arguments than `empty`: one number a device, expanded."""
     return _one(device).expand(shape)

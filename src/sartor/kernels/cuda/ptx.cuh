@@ -95,6 +95,16 @@ DEVICE u32 shift_left(u32 x, u32 by) {  // 0 where C++ leaves it open, from 32 o
   return x;
 }
 
+// ---- global memory that no launch writes while this one reads it, asked for here and not where it is used
+DEVICE int load_one(const int* from) {
+  int x;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+DEVICE void load_pair(u32& a, u32& b, const int* from) {
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "l"(from));
+}
+
 // ---- shared memory
 DEVICE void shared_store(u32 address, int x) { asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 DEVICE int shared_load(u32 address) {

@@ -10,6 +10,9 @@ struct Shape { int heads_kv, group, seqlen_q, seqlen_kv, tiles_head, tiles, sect
 struct Rows { const u16* data; i64 batch, head, row; };  // 16-bit rows that start on 16 bytes, strides in elements
 struct Inputs { Rows q, k, v; };
 
+// Of a block list (kernels/blocks.py): a tile, and for each warpgroup where its bits are
+struct alignas(16) Entry { int tile, bits[3]; };
+
 template <int ROWS> struct SliceOf {
   static constexpr int heads = 64 / ROWS;
   int first_query, first_head;  // head: of those that share the key head
@@ -36,6 +39,7 @@ template <int GROUPS, bool INTERVALS> struct WorkTile {
   static DEVICE int first_head(int g) { return 24 + 24 * g; }
   static DEVICE int full_begin(int g) { return 28 + 24 * g; }
   static DEVICE int full_end(int g) { return 32 + 24 * g; }
+  static DEVICE int bits(int g) { return full_begin(g); }  // of a block list's last entry
   static DEVICE int own_begin(int g) { return 36 + 24 * g; }
   static DEVICE int own_end(int g) { return 40 + 24 * g; }
   static DEVICE int interval(int g, int row) { return intervals + 512 * g + 8 * row; }

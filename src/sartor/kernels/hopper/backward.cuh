@@ -214,6 +214,9 @@ struct Consumer : Worker {
 #if BURIES
   float high[2];  // scores that their weights are relative to
 #endif
+#if MASK == 3
+  u32 kept[2];  // bits of this tile's pairs
+#endif
 #if FUSED
   Ring<2> ds;         // of the tile before; `rings` has those of the next one to write
   float dq[PART / 128];   // this thread's of the tile before
@@ -429,12 +432,14 @@ struct Consumer : Worker {
     // queries past the end have weights of 0, keys past it gradients; without a branch ptxas makes weights after the wait
 #if SEEN
     hide_unseen(j, g);
+#elif MASK == 3
+    if (partial) hide(s, kept);
 #elif MASK == 2
     if (!FUSED && pairs) look_at_every_pair<1>(kept, j, g);
     if (pairs) hide(s, kept);
     else
 #endif
-    if (!SEEN && (MASK || FUSED || (DX && DIM > 128)) && partial) mask(s, j, g);
+    if (!SEEN && MASK != 3 && (MASK || FUSED || (DX && DIM > 128)) && partial) mask(s, j, g);
     if (DX) {
       wgmma_wait<0>();
       pin(dp);
@@ -448,7 +453,7 @@ struct Consumer : Worker {
   DEVICE void step(int j, int g, bool partial, bool seen) {
     const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
     rings.tiles.await_full();
-    if (!(FUSED && SHARED_SPANS) || seen) {
+    if (!(FUSED && (SHARED_SPANS || MASK == 3)) || seen) {
       weigh_tile(x, y, j, g, partial);
     } else {  // only the other warpgroup sees something; without any product ptxas would serialise all
       UNROLL for (int i = 0; i < BLOCK / 4; i++) a[i] = b[i] = 0;
@@ -537,6 +542,14 @@ struct Consumer : Worker {
 #pragma unroll 1
     for (int g = 0; g < task.rounds(); g++) {
       const Task::Range all = task.range(task.first, 64 * GROUPS, g);
+#if MASK == 3
+#pragma unroll 1
+      for (int j = all.begin; j < all.end; j++) {
+        const int at = __shfl_sync(ALL, task.t.entries[j].bits[group], 0);  // -1: all is seen; -2: nothing
+        if (at >= 0) load_pair(kept[0], kept[1], task.t.bits + i64(at) * 256 + 2 * (threadIdx.x & 127));
+        step(task.tile(j), g, at >= 0, at > -2);
+      }
+#else
       Task::Range own = {0, 0, 0, 0};  // the last block may have more warpgroups than rows for them
       if (first() < task.held()) own = task.range(first(), 64, g);
 #pragma unroll 1
@@ -550,6 +563,7 @@ struct Consumer : Worker {
           step(j, g, j < own.full_begin || j >= own.full_end, j >= own.begin && j < own.end);
         }
       }
+#endif
     }
 #if FUSED
     multiply_keys();

@@ -19,6 +19,8 @@ import torch
 from sartor import pending
 from sartor.device import Device
 from sartor.features import BIAS_GRADIENT, BITS_16, COMMON, DROPOUT, PAIRS, SCORE, SHARED_LSE
+from sartor.kernels import blocks
+from sartor.kernels.cuda import host
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper.arch import REPAIR_TILE
 from sartor.kernels.hopper.backward_config import Config, partial_sums, sums
@@ -27,6 +29,8 @@ from sartor.kernels.hopper.backward_problem import (
     ADDED,
     SEEN,
     fused,
+    listed,
+    may_list,
     near,
     parts,
     reads_otherwise,
@@ -83,7 +87,9 @@ class HopperBackward(TritonBackward):
         key = launch.key(saved)
         ready: Any = plan.cache.get(("hopper", key))
         if ready is None:
-            ready = plan.cache["hopper", key] = self.ready(plan, x, saved, key)
+            ready = self.ready(plan, x, saved, key)
+            if not (host.capturing(x.q.device) and listed(plan.problem)):  # when no list is made
+                plan.cache["hopper", key] = ready
         return ready.run(plan, x, saved)  # type: ignore[no-any-return]
 
     def ready(self, plan: Plan, x: Operands, saved: Saved, key: object) -> Ready:
@@ -104,6 +110,8 @@ class HopperBackward(TritonBackward):
         if parts(p) > 1:
             size = 4 * partial_sums(p) / 2**20
             yield f"blocks share the query heads of a key head, and leave dk and dv in {size:.1f} MiB of float32"
+        if may_list(p):
+            yield from pending.refused("backward lists") or [f"backward: {blocks.told(p, by_key=True)}"]
 
 
 SPEC = HopperBackward()

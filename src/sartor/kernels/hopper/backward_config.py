@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sartor import nvrtc
+from sartor.kernels import blocks
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import DROPOUT, LENGTHS, Params, strides
@@ -48,6 +49,7 @@ ROUND = Params(
 ORDERED = PARAMS.followed_by({"order": "int*", "blocks": "int"})
 SECTIONED = PARAMS.followed_by({"section": "int"})  # heads whose blocks begin together, the longest first
 DROPPED = {of: of.followed_by(DROPOUT) for of in (PARAMS, ORDERED, SECTIONED)}  # the same with dropout
+LISTED = {of: of.followed_by(blocks.PARAMETERS) for of in (PARAMS, SECTIONED)}  # with a block list
 ADDS = {"added": "TensorMap", "by_item": "int", "by_head": "int"}  # these 1 or 0, by which its places are multiplied
 STORED, SUMMED = {"dadded": "TensorMap"}, {"dsums": "float*", **strides("dsums")}  # its gradient
 PARTED = {"partial": "float*", "parts": "int"}  # of several blocks, what is made of their query heads
@@ -76,6 +78,7 @@ class Config:
     groups: int  # warpgroups that multiply
     block: int  # rows of a tile that is stepped over
     apart: bool = False  # whether y, of which only dp is made, has one stage, of its own
+    listed: bool = False  # whether a block list has the tiles of the mask
 
     @classmethod
     def of(cls, p: Problem, *gradients: str) -> Config:
@@ -213,7 +216,7 @@ class Config:
             "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages, "APART": int(self.apart),
             "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
             "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
-            "MASK": mask(p), "SHARED_SPANS": int(self.shared_spans), "ORDERED": int(self.ordered),
+            "MASK": 3 if self.listed else mask(p), "SHARED_SPANS": int(self.shared_spans), "ORDERED": int(self.ordered),
             "PERSISTENT": int(self.persistent), "SECTIONED": int(self.sectioned), "SEEN": self.seen,
             "ADDED": int(self.added is not None), "DADDED": dadded(p), "HEAD_PARTS": int(parts(p) > 1),
             "BURIES": int(p.program.buries), "SHARED": int(p.shared_lse),
@@ -230,7 +233,7 @@ class Config:
         """What is in the text."""
         program = self.p.program
         sweep = ORDERED if self.ordered else SECTIONED if self.sectioned else PARAMS
-        sweep = DROPPED[sweep] if self.p.dropout_p else sweep
+        sweep = DROPPED[sweep] if self.p.dropout_p else LISTED[sweep] if self.listed else sweep
         main = swept(sweep, program.buries, self.added is not None, dadded(self.p), parts(self.p) > 1)
         others = [expressions.passed(ORDER, program)] if self.ordered else []
         others += [ROUND_PARTS] if parts(self.p) > 1 else []

@@ -9,13 +9,14 @@ import torch
 
 from sartor import direct, nvrtc
 from sartor.direct import Direct
-from sartor.kernels import dropout
+from sartor.kernels import blocks, dropout
 from sartor.kernels.algebra import sink_gradient
+from sartor.kernels.blocks import Blocks
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.params import LENGTHS, of_strides
 from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper.backward_config import HIGHEST, ORDER, PREPROCESS, ROUND, ROUND_PARTS, Config, room
-from sartor.kernels.hopper.backward_problem import change, dadded, near, parts, reads_sinks
+from sartor.kernels.hopper.backward_problem import change, dadded, listed, near, parts, reads_sinks
 from sartor.kernels.room import Room
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved
 from sartor.kernels.triton import launch
@@ -73,9 +74,10 @@ class Step:
 
     @classmethod
     def sweep(
-        cls, m: Config, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: tuple[Any, ...], sms: int
-    ) -> Step:
-        """The kernel of a config; `tensors` are like q, k, v, dout and the gradients."""
+        cls, m: Config, binary: nvrtc.Binary, tensors: dict[str, torch.Tensor], aux: tuple[Any, ...], sms: int,
+        found: Blocks | None = None,
+    ) -> Step:  # fmt: skip
+        """The kernel of a config; `tensors` are like q, k, v, dout and the gradients; `found` is the list it walks."""
         p, (dx, dy) = m.p, m.outputs
         fixed, reads = expressions.split(aux, p.program)
         fixed |= of_strides("dx", launch.strides(tensors[dx])) | of_strides("dy", launch.strides(tensors[dy]))
@@ -85,6 +87,7 @@ class Step:
         fixed |= {"blocks": p.batch * m.blocks} if m.ordered else {}
         fixed |= {"section": -(-sms // m.blocks)} if m.sectioned else {}
         fixed |= {"rows": padded_rows(p)} if p.program.buries else {}
+        fixed |= {} if found is None else found.arguments
         params = expressions.passed(m.kernels[0], p.program)
         grid = p.batch * (p.heads_kv if m.keys else p.heads_q) * m.blocks
         mapped = dict(zip(MAPPED, ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v"), strict=True))
@@ -137,13 +140,22 @@ class Step:
         return Part(self.kernel, self.grid, takes)
 
 
+def block_list(p: Problem, x: Operands) -> Blocks | None:
+    """The list of query tiles that one sweep walks, if there is to be one."""
+    if not listed(p):
+        return None
+    (m,) = Config.all(p)
+    return blocks.of(p, x.aux, blocks.Cut(True, m.block, m.groups), x.q.device)
+
+
 def _steps(p: Problem, x: Operands, saved: Saved, sms: int) -> list[Step]:
     """The launches but for those of Triton, for operands as kernels read them."""
+    found = block_list(p, x)
     tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": saved.dout}
     tensors |= {f"d{name}": dense_like(tensors[name]) for name in ("q", "k", "v")}
     tensors |= {} if p.bias_shape is None else {"dbias": empty_bias(p, torch.device("meta"))}
     steps: list[Step] = []
-    for m in Config.all(p):
+    for m in (replace(m, listed=True) if found is not None else m for m in Config.all(p)):
         binary = m.compile()
         if not steps:
             steps.append(Step.preprocess(m, binary, saved.out, saved.dout))
@@ -151,7 +163,7 @@ def _steps(p: Problem, x: Operands, saved: Saved, sms: int) -> list[Step]:
             steps.append(Step.order(m, binary, x.aux))
         if len(steps) == 1 + m.ordered and p.program.buries:
             steps.append(Step.highest(p, binary, x))
-        steps.append(Step.sweep(m, binary, tensors, x.aux, sms))
+        steps.append(Step.sweep(m, binary, tensors, x.aux, sms, found))
         if m.fused:
             steps.append(Step.round(p, binary, tensors["dq"]))
         if parts(p) > 1:

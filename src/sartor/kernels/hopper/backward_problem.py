@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from sartor import pending
 from sartor.device import Device
+from sartor.kernels import blocks
 from sartor.kernels.cuda import expressions
 from sartor.kernels.hopper import arch
 from sartor.problem import Problem
@@ -100,6 +101,17 @@ def mask(p: Problem) -> int:
 def from_tables(p: Problem, keys: bool) -> bool:
     """Whether tables tell the intervals of held rows, to all heads alike."""
     return p.program.told[keys]
+
+
+def may_list(p: Problem) -> bool:
+    """Whether one sweep may walk a list of query tiles: where no table says which rows are held when, and no score
+    wants registers."""
+    return fused(p) and blocks.serves(p) and not from_tables(p, keys=True) and p.program.score is None
+
+
+def listed(p: Problem) -> bool:
+    """Whether it does, where there is a list."""
+    return may_list(p) and not pending.refused("backward lists")
 
 
 def columns(p: Problem) -> int:

@@ -64,7 +64,7 @@ struct Consumer : Worker {
 
   DEVICE void draw() {  // for this key tile, while its scores are made
 #if DROPOUT
-    static_assert(ROWS == 64, "a patch is of one head");
+    static_assert(ROWS == 64 && !LISTED, "a patch is of one head, and j a key tile");
     const int of_head = head * n.group + slice.first_head;
     stay.draw(seed, t.steps, batch, of_head, slice.first_query + 16 * warp, j * (BLOCK_N / 16), lane);
 #endif
@@ -152,7 +152,7 @@ struct Consumer : Worker {
     bool late = false;  // whether there are rows that may see their first key here
     if (MASKED) {
       const int2 ends = prepare(s, scale);
-      late = softmax.late(ends.x > j * BLOCK_N, ends.y > j * BLOCK_N);
+      late = this->late(softmax, ends);
     } else {
       apply_score(s, scale);
     }
@@ -192,7 +192,7 @@ struct Consumer : Worker {
     j--;
 #pragma unroll 1
     while (j >= begin) {
-      const bool after = MASK && j >= full_end, before = LOWER && j < full_begin;  // the full tiles
+      const bool after = LISTED || (MASK && j >= full_end), before = LOWER && j < full_begin;  // the full tiles
       const int last = imax(begin, after ? full_end : LOWER && !before ? full_begin : begin);
       if (!(after || before ? steps<true>(last) : steps<false>(last))) repeat_step(), j--;
     }

@@ -7,7 +7,7 @@ marked, and computed again with care at the end (`repair.cuh`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from struct import Struct
 from typing import Any, cast
@@ -17,7 +17,8 @@ import torch
 from sartor import nvrtc, pending
 from sartor.device import Device
 from sartor.features import BITS_16, DROPOUT, GENERAL, GRADIENTS
-from sartor.kernels import dropout
+from sartor.kernels import blocks, dropout
+from sartor.kernels.blocks import Blocks
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import DROPOUT as DROPOUT_NUMBERS
@@ -49,8 +50,10 @@ MERGE_PARAMS = Params(
     heads="int", seqlen_q="int", num_splits="int", wide="int",
 )  # fmt: skip
 MERGE_COLUMNS = 128  # a thread a column
+LISTED = PARAMS.followed_by(blocks.PARAMETERS)
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM, MAX_DROPOUT = 256, 160  # beyond the latter, the bits of a key tile would be in local memory
+LISTED_DIMS = (64, 128)  # for which the kernel is cut to walk a list of key tiles
 
 
 class HopperForward(KernelSpec):
@@ -98,20 +101,68 @@ class HopperForward(KernelSpec):
 
     def compile(self, p: Problem, tile: Tile) -> nvrtc.Binary:
         """The kernel cut to a problem; needs no GPU."""
-        m, dtype = self.config(p, tile), "bf16" if p.dtype == torch.bfloat16 else "f16"
-        return arch.build(m, dtype, "hopper/forward", (m.block_n, m.dim_v), (params(p), MERGE_PARAMS))
+        return compiled(self.config(p, tile))
 
     def run(self, plan: Plan, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out, (b, sq, hq, dv) or in the layout of `x`, and lse (b, hq, sq)."""
         ready: Any = plan.cache.get(x.layout)  # copies of padded rows lie as their layout has it
         if ready is None:
-            ready = plan.cache[x.layout] = Ready.of(self.compile(plan.problem, plan.tile), plan, x)  # type: ignore[arg-type]
+            ready = self.ready(plan, x)
         return ready.run(x)  # type: ignore[no-any-return]
 
+    def ready(self, plan: Plan, x: Operands) -> Ready:
+        """The launches of a plan: over a list of key tiles, where there is to be one. While a graph is captured none is
+        made, and launches without, where there should be one, are not kept."""
+        p, tile = plan.problem, cast(Tile, plan.tile)
+        listed, found = self.listed(p, tile), None
+        if listed is not None:
+            found = blocks.of(p, x.aux, blocks.Cut(False, listed.block_n, listed.block_m // 64), x.q.device)
+        if listed is not None and found is not None:
+            binary = compiled(replace(self.config(p, listed), listed=True))
+            made = Ready.of(binary, replace(plan, tile=listed), x, found)
+        else:
+            made = Ready.of(self.compile(p, tile), plan, x)
+        if listed is None or found is not None or not host.capturing(x.q.device):
+            plan.cache[x.layout] = made
+        return made
 
-def params(p: Problem) -> Params:
-    """What the kernel of a problem takes."""
-    return DROPOUT_PARAMS if p.dropout_p else PARAMS
+    def listed(self, p: Problem, tile: Tile) -> Tile | None:
+        """The tile with which the kernel walks a list of key tiles, where it does: it has as many keys as a thread has
+        bits for, or half, where a score that reads tensors takes registers, and as many queries as they allow."""
+        if not _may_list(p) or pending.refused("forward lists"):
+            return None
+        groups = min(tile.block_m // 64, 3 if p.dim <= 64 and p.program.score is None else 2)
+        keys = blocks.WIDEST // 2 if any(a.dtype for a in p.program.aux) else blocks.WIDEST
+        return Tile(64 * groups, keys, 4 * (groups + 1), 6)
+
+    def notes(self, p: Problem) -> Iterable[str]:
+        """What is known of the list of key tiles, where there may be one."""
+        if _may_list(p):
+            yield from pending.refused("forward lists") or [f"forward: {blocks.told(p, by_key=False)}"]
+
+
+def compiled(m: Config) -> nvrtc.Binary:
+    """The kernel of a config; needs no GPU."""
+    dtype = "bf16" if m.p.dtype == torch.bfloat16 else "f16"
+    return arch.build(m, dtype, "hopper/forward", (m.block_n, m.dim_v), (m.params, MERGE_PARAMS))
+
+
+def _may_list(p: Problem) -> bool:
+    """Whether the kernel is cut to walk a list of key tiles, and each slice is of one head."""
+    return blocks.serves(p) and p.dim == p.dim_v and p.dim in LISTED_DIMS and not _near(p) and _rows(p) == 64
+
+
+def _near(p: Problem) -> tuple[int, ...]:
+    """The aux values that are brought to shared memory tile by tile."""
+    return expressions.near(p.program) if p.aux_on_16_bytes else ()
+
+
+def _rows(p: Problem) -> int:
+    """Queries of a head in a slice of 64: few enough, and heads that share keys share a slice."""
+    rows = 64
+    while p.group > 1 and not p.dropout_p and rows >= 2 * max(p.seqlen_q, 1) and 64 // rows < p.group:
+        rows //= 2
+    return rows
 
 
 def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
@@ -146,11 +197,8 @@ class Config(Schedule):
     @classmethod
     def of(cls, p: Problem, tile: Tile) -> Config:
         """The config of a problem with a tile."""
-        rows = 64  # fewer queries than half of that: heads that share keys share a slice
-        while p.group > 1 and not p.dropout_p and rows >= 2 * max(p.seqlen_q, 1) and 64 // rows < p.group:
-            rows //= 2
         return cls(
-            p, tile, tile.block_m // 64, tile.block_n, -(-p.dim // 16) * 16, -(-p.dim_v // 8) * 8, rows,
+            p, tile, tile.block_m // 64, tile.block_n, -(-p.dim // 16) * 16, -(-p.dim_v // 8) * 8, _rows(p),
             -(-tile.stages // 2), tile.stages // 2,
         )  # fmt: skip
 
@@ -173,12 +221,14 @@ class Config(Schedule):
     def registers(self) -> int:
         """Registers a thread that accumulators, and what is read for every pair, may take: the rest is beside them."""
         changed = self.p.program.score is not None
+        if self.listed and (changed or self.groups == 1 or self.p.out_dtype == torch.float32):
+            return 184
         if self.groups < 3:
             wide = self.mask == 2 and max(self.dim, self.dim_v) > 160
             return 184 if wide or (self.split and changed) else 192
         if changed:
             return 108 if self.near else 116
-        return 132 if self.mask < 2 or self.block_n <= 96 else 120
+        return 132 if self.mask != 2 or self.block_n <= 96 else 120
 
     @property
     def of_dropout(self) -> int:
@@ -241,7 +291,8 @@ class Config(Schedule):
         p = self.p
         rows = p.out_dtype == p.dtype and p.dim_v % 8 == 0 and self.rows == 64 and not self.split
         free = self.dim <= 128 if self.ahead else self.widths[2] != 32 and not self.lower
-        return rows and free and p.program.score is None and self.mask < 2
+        listed = self.listed and self.dim > 64 and self.groups > 1  # where registers do not suffice
+        return rows and free and p.program.score is None and self.mask != 2 and not listed
 
     @property
     def shared_bytes(self) -> int:
@@ -266,8 +317,13 @@ class Config(Schedule):
 
     @cached_property
     def near(self) -> tuple[int, ...]:
-        """The aux values that are brought to shared memory tile by tile."""
-        return expressions.near(self.p.program) if self.p.aux_on_16_bytes else ()
+        """See `_near`."""
+        return _near(self.p)
+
+    @property
+    def params(self) -> Params:
+        """What the kernel takes."""
+        return LISTED if self.listed else DROPOUT_PARAMS if self.p.dropout_p else PARAMS
 
     def laid_out(self, q_buffers: int) -> Layout:
         """Shared memory with so many buffers for q."""
@@ -348,10 +404,11 @@ class Ready:
     merge: Merge | None  # of several KV splits
 
     @classmethod
-    def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands) -> Ready:
+    def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands, listed: Blocks | None = None) -> Ready:
         """Everything the launches of a plan need."""
         p, spec = plan.problem, cast(HopperForward, plan.kernel)
         m = spec.config(p, plan.tile)  # type: ignore[arg-type]
+        m = m if listed is None else replace(m, listed=True)
         pads = bool(p.dim % 8 or p.dim_v % 8)
         tensors = (allocate_out(p, x.q, x.layout), *(_padded(t) if pads else t for t in (x.q, x.k, x.v)))
         out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
@@ -367,6 +424,7 @@ class Ready:
         } | expressions.arguments(x.aux, p.program)  # fmt: skip
         if p.dropout_p:
             fixed |= dropout.numbers(p.dropout_p)
+        fixed |= listed.arguments if listed is not None else {}
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
         return cls(
@@ -421,7 +479,7 @@ def _row(
     names += tensors
     fixed = {name: value for name, value in fixed.items() if name not in tensors}
     fixed |= {name: none for name, none in {"out_map": b"", "inputs": b"", "work": 0}.items() if name not in names}
-    taken = expressions.passed(params(p), p.program)
+    taken = expressions.passed(m.params, p.program)
     kernel = nvrtc.Kernel(binary, taken, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
     takes = {name: name for name in kernel.changing} | ({} if merge is None else {"out": "outs", "lse": "sums"})
     parts = [Part(kernel, grid, takes)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from sartor.device import Device
@@ -48,6 +48,7 @@ class Schedule:
     dim: int  # rounded up to 16, a step of q k^T
     dim_v: int  # rounded up to 8, as products can be wide
     rows: int  # queries of a head in a slice
+    listed: bool = field(default=False, kw_only=True)  # whether a list has the key tiles of a mask that is no interval
 
     @cached_property
     def slices(self) -> int:
@@ -143,20 +144,21 @@ class Schedule:
 
     @cached_property
     def mask(self) -> int:
-        """What rows attend to: 0 everything, 1 an interval that the mask's text gives, 2 anything else."""
+        """What rows attend to: 0 everything, 1 an interval that the mask's text gives, 2 anything else, 3 what a list
+        says of anything else (kernels/blocks.py)."""
         program = self.p.program
-        return 0 if program.keep is None else 1 if program.is_interval else 2
+        return 0 if program.keep is None else 1 if program.is_interval else 3 if self.listed else 2
 
     @cached_property
     def lower(self) -> bool:
         """Whether what a row attends to may begin after the first key."""
-        return self.mask == 2 or self.p.program.has_lower_end
+        return self.mask == 2 or (self.mask != 3 and self.p.program.has_lower_end)
 
     @property
     def late_rounds(self) -> int:
         """Rounds of all blocks, the last ones, in which tiles are claimed late: who holds one back leaves others idle
         in the end. All, under a causal mask, whose longest tiles come first; else the loader is not to wait."""
-        return EVERY if self.mask and not self.lower else 2
+        return EVERY if self.mask == 1 and not self.lower else 2
 
 
 @lru_cache(maxsize=4096)
