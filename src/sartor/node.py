@@ -7,7 +7,7 @@ along as an attribute of an empty tensor, in the place of the operator's mask, w
 
 from __future__ import annotations
 
-from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -82,10 +82,11 @@ class Native:
         return None if hooked() else self.operator(q, k, v, attn_mask=self.handle)[0]
 
 
-@cache
 def operator() -> Any:
     """The operator, with kernels for GPUs."""
-    serve("CUDA", "AutogradCUDA")
+    with _SERVING:  # first calls of two threads
+        if not _SERVED:
+            serve("CUDA", "AutogradCUDA")
     return getattr(torch.ops.aten, OPERATOR).default._op
 
 
@@ -101,6 +102,7 @@ def serve(*keys: str) -> torch.library.Library:
 
 
 _SERVED: list[torch.library.Library] = []
+_SERVING = Lock()
 
 
 def _work(handle: Any) -> Work:

@@ -135,10 +135,13 @@ def _run(plan: Plan, *data: Any) -> Any:
     if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):  # Triton launches on the current one
             return _run(plan, *data)
-    if not torch._C._is_any_autocast_enabled():
+    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(device.type):
         return plan.kernel.run(plan, *data)
-    with torch.autocast(device.type, enabled=False):
+    torch.set_autocast_enabled(device.type, False)  # torch.autocast would ask the driver what it supports, at each call
+    try:
         return plan.kernel.run(plan, *data)
+    finally:
+        torch.set_autocast_enabled(device.type, True)
 
 
 def _forward(prepared: Prepared, x: Operands) -> tuple[Tensor, Tensor]:

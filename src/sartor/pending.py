@@ -8,17 +8,7 @@ from __future__ import annotations
 
 import os
 
-PARTS: dict[str, str] = {  # by name, in words
-    "hopper_forward dropout": "dropout in hopper_forward",
-    "hopper_backward dropout": "dropout in hopper_backward",
-    "bool tensors": "hopper_backward, bool tensors of queries and keys",
-    "biases": "hopper_backward, biases of queries and keys",
-    "bias gradients": "hopper_backward, the gradient of a bias of queries and keys",
-    "buried rows": "hopper_backward, scores that may bury a row",
-    "shared heads": "hopper_backward, several blocks for the query heads of one key head",
-    "forward lists": "the block list of hopper_forward",
-    "backward lists": "the block list of hopper_backward",
-}
+PARTS: dict[str, str] = {}  # by name, in words
 
 
 def refused(*names: str) -> list[str]:

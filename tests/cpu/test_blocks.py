@@ -154,7 +154,7 @@ def test_intervals_in_tensors_bound_no_list(monkeypatch):
 
 @pytest.mark.skipif(bool(nvrtc.missing()), reason=nvrtc.missing())
 def test_explain_says_what_is_known_of_a_list(monkeypatch):
-    """That it is not taken yet, when it is made, and what is in it; nothing of masks that have none."""
+    """When it is made, and what is in it; nothing of masks that have none."""
     monkeypatch.setattr(blocks, "_KEPT", {})
     c = call(HOLES["natten"], (400, 400))
 
@@ -163,9 +163,6 @@ def test_explain_says_what_is_known_of_a_list(monkeypatch):
         assert found.plan.kernel.name == "hopper_forward"
         return " ".join(note for note in found.notes if "block list" in note)
 
-    monkeypatch.delenv("SARTOR_PENDING", raising=False)
-    assert "the block list of hopper_forward: no GPU has run its tests yet" in notes()
-    monkeypatch.setenv("SARTOR_PENDING", "1")
     assert "forward: block list: made by the first call" in notes()
     found = made(c, CUTS[0])
     assert f"forward: block list: {found}" in notes()

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.skipif(not launch.available(), reason="needs Triton, wh
 def launches(monkeypatch) -> Iterator[dict[str, dict[str, Any]]]:
     """The arguments of each kernel's launch by name, after a call. A tensor map is the address that it is of."""
     found: dict[str, dict[str, Any]] = {}
-    monkeypatch.setenv("SARTOR_PENDING", "1")
     plan.choose_backward.cache_clear()
 
     def record(kernel, grid, values):
@@ -174,7 +173,6 @@ def test_backward_to_a_bias(launches, shape):
 
 def test_block_lists(launches, monkeypatch):
     """Of keys for the forward and of queries for the backward, with planes of items and of heads."""
-    monkeypatch.setenv("SARTOR_PENDING", "1")
     monkeypatch.setattr(blocks, "_KEPT", {})
     q, k, v = inputs(torch.bfloat16)
     out = sartor.attention(q, k, v, mask=mods.Mask(lambda b, h, q, kv: (q + kv) % (b + h + 2) == 0))

@@ -383,6 +383,7 @@ def gradients(q, k, v, **options):
 def test_launches_of_a_backward(driver, backward, causal):
     """Without a mask none is Triton's; all that is needed besides gradients lies in one tensor."""
     q, k, v = inputs(64, "bshd")
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))  # a key head of few blocks would be shared
     dout, dq, dk, dv = gradients(q, k, v, causal=causal)
     names = [name for name, *_ in backward.launches if name != "hopper_forward"]
     assert names == ["preprocess", "hopper_backward", "round_dq"]
@@ -455,7 +456,6 @@ def test_rooms_do_not_overlap():
 
 def test_a_list_of_key_tiles_is_walked(driver, monkeypatch):
     """Where a mask leaves holes: made once for its text, numbers and lengths. Not while a graph is captured."""
-    monkeypatch.setenv("SARTOR_PENDING", "1")
     monkeypatch.setattr(blocks, "_KEPT", {})
     monkeypatch.setattr(hopper_forward, "compiled", lambda m: None)
     q, k, v = (torch.zeros((2, 4, 700, 64), dtype=torch.bfloat16) for _ in range(3))
@@ -479,8 +479,5 @@ def test_a_list_of_key_tiles_is_walked(driver, monkeypatch):
     capturing = False
     other = mods.Mask(lambda b, h, q, kv, aux: (q - kv) % aux[0] == 0, (4,))
     assert launched(mask=other)["entries"] != first["entries"]
-    monkeypatch.delenv("SARTOR_PENDING")
-    assert "entries" not in launched(mask=mods.Mask(lambda b, h, q, kv: (q - kv) % 5 == 0))
-    monkeypatch.setenv("SARTOR_PENDING", "1")
     assert "entries" not in launched(causal=True)
     assert "entries" not in launched(mask=torch.ones(700, 700, dtype=torch.bool))

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 
-from sartor import pending
 from sartor.device import Device
 from sartor.features import BIAS_GRADIENT, BITS_16, COMMON, DROPOUT, PAIRS, SCORE, SHARED_LSE
 from sartor.kernels import blocks
@@ -30,11 +29,9 @@ from sartor.kernels.hopper.backward_problem import (
     SEEN,
     fused,
     listed,
-    may_list,
     near,
     parts,
     reads_otherwise,
-    unseen,
     why_no_gradient,
 )
 from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved, Tile
@@ -61,8 +58,7 @@ class HopperBackward(TritonBackward):
             why.append(f"needs scores that read at most one table of queries and keys, {ADDED}, got {p.score_name}")
         if p.dropout_p and p.program.buries:
             why.append(f"needs scores whose sum lse can tell beside dropout, got {p.score_name}")
-        why += pending.refused("hopper_backward dropout") if p.dropout_p else []
-        why += why_no_gradient(p) + pending.refused(*unseen(p))
+        why += why_no_gradient(p)
         if p.dim not in DIMS:
             why.append(f"needs head dims {DIMS[0]} to {DIMS[-1]}, multiples of 8, got {p.dim}")
         return why
@@ -110,8 +106,8 @@ class HopperBackward(TritonBackward):
         if parts(p) > 1:
             size = 4 * partial_sums(p) / 2**20
             yield f"blocks share the query heads of a key head, and leave dk and dv in {size:.1f} MiB of float32"
-        if may_list(p):
-            yield from pending.refused("backward lists") or [f"backward: {blocks.told(p, by_key=True)}"]
+        if listed(p):
+            yield f"backward: {blocks.told(p, by_key=True)}"
 
 
 SPEC = HopperBackward()

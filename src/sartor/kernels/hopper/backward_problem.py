@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from sartor import pending
 from sartor.device import Device
 from sartor.kernels import blocks
 from sartor.kernels.cuda import expressions
@@ -59,16 +58,6 @@ def dadded(p: Problem) -> int:
     return 1 if alone and p.program.aux[bias(p)].dtype == str(p.dtype) else 2
 
 
-def unseen(p: Problem) -> list[str]:
-    """What of a problem no GPU has run yet."""
-    seen, added = expressions.seen_and_added(p.program, near(p))
-    asked = {
-        "bool tensors": seen is not None, "biases": added is not None, "bias gradients": p.bias_shape is not None,
-        "buried rows": p.program.buries,
-    }  # fmt: skip
-    return [name for name, wanted in asked.items() if wanted]
-
-
 def why_no_gradient(p: Problem) -> list[str]:
     """Of a bias."""
     if p.bias_shape is None or (near(p) == (bias(p),) and change(p) == 1):
@@ -88,7 +77,7 @@ def parts(p: Problem) -> int:
     """Of the query heads that share a key head, each a block's: 1 where there are blocks enough without, or where
     tables order them."""
     blocks = p.batch * p.heads_kv * -(-p.seqlen_kv // (2 * arch.ROWS))
-    if not fused(p) or from_tables(p, keys=True) or dadded(p) == 2 or p.dropout_p or pending.refused("shared heads"):
+    if not fused(p) or from_tables(p, keys=True) or dadded(p) == 2 or p.dropout_p:
         return 1
     return next((n for n in range(1, p.group) if p.group % n == 0 and n * blocks >= ENOUGH), p.group)
 
@@ -103,15 +92,10 @@ def from_tables(p: Problem, keys: bool) -> bool:
     return p.program.told[keys]
 
 
-def may_list(p: Problem) -> bool:
-    """Whether one sweep may walk a list of query tiles: where no table says which rows are held when, and no score
-    wants registers."""
-    return fused(p) and blocks.serves(p) and not from_tables(p, keys=True) and p.program.score is None
-
-
 def listed(p: Problem) -> bool:
-    """Whether it does, where there is a list."""
-    return may_list(p) and not pending.refused("backward lists")
+    """Whether one sweep walks a list of query tiles, where there is one: where no table says which rows are held when,
+    and no score wants registers."""
+    return fused(p) and blocks.serves(p) and not from_tables(p, keys=True) and p.program.score is None
 
 
 def columns(p: Problem) -> int:

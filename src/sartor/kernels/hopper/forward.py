@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from sartor import nvrtc, pending
+from sartor import nvrtc
 from sartor.device import Device
 from sartor.features import BITS_16, DROPOUT, GENERAL, GRADIENTS
 from sartor.kernels import blocks, dropout
@@ -72,7 +72,6 @@ class HopperForward(KernelSpec):
             why.append(f"needs head dims up to {MAX_DIM}, got {p.dim} and {p.dim_v}")
         elif p.dropout_p and max(p.dim, p.dim_v) > MAX_DROPOUT:
             why.append(f"needs head dims up to {MAX_DROPOUT} with dropout, got {p.dim} and {p.dim_v}")
-        why += pending.refused("hopper_forward dropout") if p.dropout_p else []
         if not p.rows_on_16_bytes and p.dim % 8 == 0 and p.dim_v % 8 == 0:
             why.append("needs rows of q, k and v that start on 16 bytes, got strides or addresses that do not")
         return why or launch.no_tile(self, p, dev)
@@ -129,7 +128,7 @@ class HopperForward(KernelSpec):
     def listed(self, p: Problem, tile: Tile) -> Tile | None:
         """The tile with which the kernel walks a list of key tiles, where it does: it has as many keys as a thread has
         bits for, or half, where a score that reads tensors takes registers, and as many queries as they allow."""
-        if not _may_list(p) or pending.refused("forward lists"):
+        if not _may_list(p):
             return None
         groups = min(tile.block_m // 64, 3 if p.dim <= 64 and p.program.score is None else 2)
         keys = blocks.WIDEST // 2 if any(a.dtype for a in p.program.aux) else blocks.WIDEST
@@ -138,7 +137,7 @@ class HopperForward(KernelSpec):
     def notes(self, p: Problem) -> Iterable[str]:
         """What is known of the list of key tiles, where there may be one."""
         if _may_list(p):
-            yield from pending.refused("forward lists") or [f"forward: {blocks.told(p, by_key=False)}"]
+            yield f"forward: {blocks.told(p, by_key=False)}"
 
 
 def compiled(m: Config) -> nvrtc.Binary:
