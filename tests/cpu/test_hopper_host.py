@@ -383,7 +383,9 @@ def gradients(q, k, v, **options):
 def test_launches_of_a_backward(driver, backward, causal):
     """Without a mask none is Triton's; all that is needed besides gradients lies in one tensor."""
     q, k, v = inputs(64, "bshd")
-    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))  # a key head of few blocks would be shared
+    k, v = (
+        t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v)
+    )  # a key head of few blocks would be shared
     dout, dq, dk, dv = gradients(q, k, v, causal=causal)
     names = [name for name, *_ in backward.launches if name != "hopper_forward"]
     assert names == ["preprocess", "hopper_backward", "round_dq"]
