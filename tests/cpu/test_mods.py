@@ -544,3 +544,17 @@ def test_the_oldest_make_room():
     assert len(kept) == 8
     assert kept["for good"] == 0
     assert list(kept)[1:] == list(range(93, 100))
+
+
+def test_a_mod_over_tensors_of_other_dims_is_traced_once(monkeypatch):
+    """As at every step of a decoding loop, whose query dim is 1. Its tensors are not kept."""
+    made = []
+    monkeypatch.setattr(mods.Mask, "_remade", lambda self, own=mods.Mask._remade: made.append(self) or own(self))
+    template = mods.Mask(lambda b, h, q, kv, aux: kv < aux[0], (torch.zeros(2, 1, 7, 1, dtype=torch.int64),))
+    for limit in (3, 5):
+        one = template.with_tensors([torch.full((2, 1, 1, 1), limit)])
+        assert one.materialize(2, 1, 1, 9).sum(-1).unique().tolist() == [limit]
+        back = one.with_tensors([torch.full((2, 1, 7, 1), limit)])
+        assert back.materialize(2, 1, 7, 9).sum(-1).unique().tolist() == [limit]
+    assert len(made) <= 2
+    assert all(t.is_meta for m in template._varied.values() for t in m.tensors)

@@ -131,10 +131,16 @@ class Mod:
         """The same mod over other tensors of the same dtypes; it is not traced again."""
         if not tensors:
             return self
+        kinds = list(map(_kind, tensors))
+        if kinds == self._kinds:
+            return self.filled(tensors)
+        known = self._varied.get(key := tuple(kinds))
+        if known is not None:
+            return known.filled(tensors)
         same = self.filled(tensors)
-        if list(map(_kind, tensors)) != self._kinds:
-            same.__dict__.pop("_kinds", None)
-            same._remade()
+        same.__dict__.pop("_kinds", None)
+        same._remade()
+        self._varied[key] = same.filled([t.detach().to("meta") for t in tensors])
         return same
 
     def filled(self: AnyMod, tensors: Sequence[torch.Tensor]) -> AnyMod:
@@ -148,6 +154,11 @@ class Mod:
     @cached_property
     def _kinds(self) -> list[tuple[Any, ...]]:
         return list(map(_kind, self.tensors))
+
+    @cached_property
+    def _varied(self: AnyMod) -> dict[tuple[Any, ...], AnyMod]:
+        """The same mod where its tensors vary along other dims, over meta tensors: a decoding loop asks at every step."""
+        return {}
 
     def _remade(self) -> None:
         """Once its tensors vary along other dims."""
