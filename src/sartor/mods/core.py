@@ -157,7 +157,7 @@ class Mod:
 
     @cached_property
     def _varied(self: AnyMod) -> dict[tuple[Any, ...], AnyMod]:
-        """The same mod where its tensors vary along other dims, over meta tensors: a decoding loop asks at every step."""
+        """The same mod where its tensors vary along other dims, over meta tensors: decoding asks at every step."""
         return {}
 
     def _remade(self) -> None:
