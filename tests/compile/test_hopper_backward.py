@@ -17,7 +17,7 @@ from sartor.problem import Call, Problem
 if nvrtc.missing() or not launch.available():
     pytest.skip(nvrtc.missing() or "needs Triton, whose launches stand around it", allow_module_level=True)
 
-from sartor.kernels.hopper.backward_config import Config
+from sartor.kernels.hopper.backward_config import Config, sums
 from sartor.kernels.hopper.backward_launches import tidy, tidy_out
 from sartor.kernels.hopper.backward_problem import listed, parts
 
@@ -109,6 +109,27 @@ def test_kernels(dim, options):
 def test_one_sweep(dim, options, dtype):
     (config,) = Config.all(problem(dim, dtype=dtype, **options))
     assert sound(config) == {"hopper_backward", "preprocess", "round_dq"}
+
+
+@pytest.mark.parametrize("options", sample(MASKS, lambda options: "causal" in options), ids=str)
+@pytest.mark.parametrize("dim", sample([16, 24, 32, 40, 48, 56, 72, 80], lambda dim: dim in (40, 80)))
+def test_adder(dim, options):
+    """At head dims up to 80 but 64 a warpgroup of its own makes dq, of whole steps of columns."""
+    p = problem(dim, heads=(4, 2), **options)
+    (config,) = Config.all(p)
+    assert sound(config) >= {"hopper_backward", "preprocess", "round_dq"}
+    assert (config.adder, config.warps, config.block) == (True, 16, 64)
+    assert plan.choose_backward(p, DEVICE).kernel is SPEC
+    assert sums(p) == 2 * 4 * 1024 * config.dim
+
+
+@pytest.mark.parametrize("dim", [104, 120])
+def test_one_sweep_of_more_columns(dim):
+    """One of 128 columns where fewer would take two."""
+    (config,) = Config.all(problem(dim, causal=True))
+    sound(config)
+    assert (config.dim, config.adder) == (128, False)
+    assert [m.dim for m in Config.all(problem(dim, causal=True, deterministic=True))] == 2 * [dim + 8]
 
 
 @pytest.mark.parametrize("name", FROM_TABLES)
@@ -219,7 +240,7 @@ def test_changed_scores(dim, deterministic, options):
 def test_determinism():
     """One sweep adds up in any order: not where bits are to be the same, and only where it fits."""
     assert [m.fused for m in Config.all(problem())] == [True]
-    for p in (problem(deterministic=True), problem(96), problem(256)):
+    for p in (problem(deterministic=True), problem(96), problem(80, softcap=2.0), problem(256)):
         assert not any(m.fused for m in Config.all(p))
         assert list(SPEC.notes(p)) == []
     (note,) = SPEC.notes(problem())
@@ -260,7 +281,7 @@ def test_products(dtype, name):
 def test_reasons():
     """Each thing the kernel cannot do is said; the portable kernel does it."""
     for p, words in (
-        (problem(56), "64 to 256"),
+        (problem(56, softcap=2.0), "64 to 256"),
         (problem(100), "16 bytes"),
         (replace(problem(100), rows_on_16_bytes=True), "multiples of 8"),
         (problem(128, 64), "equal head dims"),

@@ -53,7 +53,7 @@ def check(q, k, v, dout=None, dlse=None, **options):
     testing.check_all(found, q, k, v, dout, dlse, **options)
 
 
-@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (64, True), *WAYS.values()])
+@pytest.mark.parametrize(("dim", "deterministic"), [(40, False), (64, False), (64, True), (80, False), *WAYS.values()])
 @pytest.mark.parametrize("options", MASKS, ids=str)
 def test_masks(dim, options, deterministic):
     check(*inputs(d=dim), deterministic=deterministic, **options)
@@ -61,7 +61,11 @@ def test_masks(dim, options, deterministic):
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("dim", "deterministic"), [*WAYS.values(), (64, False)], ids=[*WAYS, "one sweep of 64"])
+@pytest.mark.parametrize(
+    ("dim", "deterministic"),
+    [*WAYS.values(), (64, False), (80, False)],
+    ids=[*WAYS, "one sweep of 64", "one sweep of 80"],
+)
 def test_lengths(lengths, causal, dim, deterministic):
     check(*inputs(hq=6, sq=lengths[0], skv=lengths[1], d=dim), causal=causal, deterministic=deterministic)
 
@@ -69,6 +73,12 @@ def test_lengths(lengths, causal, dim, deterministic):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("dim", [72, 80, 88, 96, 104, 112, 120, 136, 152, 160, 176, 192, 200, 224, 240, 248])
 def test_dims(dim, dtype):
+    check(*inputs(b=1, d=dim, dtype=dtype), causal=True, deterministic=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dim", [16, 24, 32, 40, 48, 56, 72, 80, 88, 96, 104, 112, 120])
+def test_dims_of_one_sweep(dim, dtype):
     check(*inputs(b=1, d=dim, dtype=dtype), causal=True)
 
 
@@ -364,7 +374,7 @@ def test_strided_inputs():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [40, 80, 128, 256])
 def test_masked_keys_reach_nothing(dim, value):
     """Marked tiles are computed again: what no query sees changes no gradient of what it does see."""
     q, k, v = inputs(sq=100, skv=300, d=dim)

@@ -17,7 +17,10 @@
 // part of a tile's dq, 64 queries by 64 columns, is added to float32 sums, by blocks in any order; `round_dq` makes 16 bits
 // of them.
 //
-// The config, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
+// ADDER, a form of FUSED for other head dims: a warpgroup of its own makes dq and adds it (hopper/adder.cuh). The others
+// begin with a tile's scores before the products of the tile before are done.
+//
+// The config, in macros: GROUPS, KEYS, DX, DY, FUSED, ADDER, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
 // swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its
 // own), MASK, SHARED_SPANS, ORDERED, PERSISTENT, SECTIONED, HEAD_PARTS (cuda/backward.cuh; hopper/parts.cuh), SCORE (of
 // scores: 0 no change, 1 one whose derivative is 1, 2 any), SEEN (hopper/seen.cuh: the mask reads a bool tensor; 2: and
@@ -33,7 +36,7 @@ using Tile = Staged<DIM, BLOCK, WIDTH>;
 using Half = Half16<BF16>;
 constexpr bool RISES = SCORE == 2 && DX;  // whether there are derivatives of the score function to multiply with
 constexpr int STEPS = DIM / 16, HELD = 1 + DX;  // HELD: tiles of a warpgroup
-constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 240;
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : ADDER ? 208 : 240;
 
 constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, of a warpgroup and of a warp
 constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's last three products, not the second
@@ -60,6 +63,7 @@ constexpr int AT_JOBS_END = AT_BARRIERS + 16 * (5 + STAGES);  // of the barriers
 static_assert(AT_STAGES == OFFSET_STAGES && AT_Y == OFFSET_Y && AT_DS == OFFSET_DS && AT_ROWS == OFFSET_ROWS);
 static_assert(AT_ADDED == OFFSET_ADDED && AT_RAW == OFFSET_RAW);
 static_assert(!DADDED || (ADDED && !SEEN && !RISES));
+static_assert(!ADDER || (FUSED && !PERSISTENT && !SCORE && !SEEN && MASK < 2));
 static_assert((!SEEN || MASK == 2) && (!(SEEN || ADDED) || (FUSED && !PERSISTENT)));
 static_assert(AT_BARRIERS == OFFSET_BARRIERS);
 static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + 2 * PERSISTENT : APART) + ADDED) + 1024);
@@ -90,7 +94,7 @@ struct Rings {
 #if APART
     y.init(4 * GROUPS);
 #endif
-    if (FUSED) ds.init(4 * GROUPS + (DADDED > 0), 4 * GROUPS);
+    if (FUSED) ds.init(ADDER ? 4 : 4 * GROUPS + (DADDED > 0), 4 * GROUPS);
 #if ADDED
     added.init(4 * GROUPS);
 #endif
@@ -105,6 +109,9 @@ struct Rings {
 #endif
 #if DADDED
 #include "hopper/dbias.cuh"
+#endif
+#if ADDER
+#include "hopper/adder.cuh"
 #endif
 #if HEAD_PARTS
 static_assert(FUSED && !PERSISTENT && !ORDERED && DADDED < 2);
@@ -217,7 +224,10 @@ struct Consumer : Worker {
 #if MASK == 3
   u32 kept[2];  // bits of this tile's pairs
 #endif
-#if FUSED
+#if ADDER
+  static constexpr int OWN_STEPS = DIM <= 64 ? STEPS : 0;  // of the held keys that are in registers, as A operand
+  u32 own_keys[4 * OWN_STEPS + 1];
+#elif FUSED
   Ring<2> ds;         // of the tile before; `rings` has those of the next one to write
   float dq[PART / 128];   // this thread's of the tile before
   float* sums = nullptr;  // where it is added
@@ -225,7 +235,7 @@ struct Consumer : Worker {
 
   DEVICE Consumer(const Task& task, u32 base, int group)
       : Worker(task, base, group), rings(base)
-#if FUSED
+#if FUSED && !ADDER
         , ds(rings.ds)
 #endif
   {}
@@ -249,6 +259,22 @@ struct Consumer : Worker {
     }
     wgmma_commit();
   }
+#if ADDER
+  DEVICE void keep_keys() {
+    UNROLL for (int k = 0; k < OWN_STEPS; k++)
+      load_matrix(*reinterpret_cast<u32(*)[4]>(own_keys + 4 * k),
+                  held_at() + Held::chunk(k) + Held::swizzled(16 * (threadIdx.x >> 5 & 3) + (lane & 15), k, lane >> 4));
+  }
+  DEVICE void multiply_own_keys(u32 stepped) {  // s = held keys times stepped rows
+    if (!OWN_STEPS) return multiply_rows(s, held_at(), stepped);
+    const u32 columns = along_k(stepped);
+    UNROLL for (int k = 0; k < OWN_STEPS; k++) {
+      const u64 y = operand<Tile>(columns, k);
+      k ? Wgmma<BLOCK>::rs<false, false>(s, own_keys + 4 * k, y) : Wgmma<BLOCK>::rs<true, false>(s, own_keys, y);
+    }
+    wgmma_commit();
+  }
+#endif
   DEVICE void add_product(float (&sum)[DIM / 2], u32 (&w)[BLOCK / 4], u32 stepped) {  // sum += w times stepped rows
     const u32 columns = across_k<Tile>(stepped);
     pin(sum), pin(w);
@@ -374,6 +400,7 @@ struct Consumer : Worker {
     shared_fence();
     publish_ds();
   }
+#if !ADDER
   DEVICE void multiply_keys() {  // dq of the tile before: a warpgroup has 64 of 128 queries, or of 128 columns
     constexpr bool rows = BLOCK == 128;
     static_assert(BLOCK * DIM == GROUPS * PART && GROUPS == 2 && WIDTH == 64);
@@ -401,6 +428,7 @@ struct Consumer : Worker {
     const i64 tile = i64(head) * ceil_div(task.n.seqlen_q, BLOCK) + j;
     return task.t.sums + tile * (BLOCK * DIM) + warp * WARP_PART + 4 * lane;
   }
+#endif
 #endif
 
   DEVICE void weigh_tile(u32 x, u32 y, int j, int g, bool partial) {  // its weights and score gradients, as operands
@@ -450,6 +478,43 @@ struct Consumer : Worker {
     differentiate();
   }
   // ---- mainloop
+#if ADDER
+  // The products of the tile whose weights and dS are there; beside them weights and dS of the next one, j
+  DEVICE void step_ahead(int j, int g, bool partial) {
+    const u32 x = stage_at(), y = x + Tile::bytes;
+    Ring<STAGES> old = rings.tiles;
+    rings.tiles.next();
+    rings.tiles.await_full();
+    pin(s), pin(dp);
+    wgmma_fence();
+    multiply_own_keys(stage_at());
+    add_product(dy, a, y);
+    share_ds();
+    add_product(dx, b, x);
+    multiply_rows(dp, held_at() + Held::bytes, stage_at() + Tile::bytes);
+    wgmma_wait<3>();
+    pin(s);
+    weigh();
+    if (partial) mask(s, j, g);
+    wgmma_wait<0>();
+    pin(dp), pin(dx), pin(dy);
+    done(old);
+    differentiate();
+  }
+  DEVICE void step_over(const Task::Range& all, const Task::Range& own, int g) {  // tiles, of which there are some
+    const auto partial = [&](int j) { return j < own.full_begin || j >= own.full_end; };
+    rings.tiles.await_full();
+    weigh_tile(stage_at(), stage_at() + Tile::bytes, all.begin, g, partial(all.begin));
+#pragma unroll 1
+    for (int j = all.begin + 1; j < all.end; j++) step_ahead(j, g, partial(j));
+    add_product(dy, a, stage_at() + Tile::bytes);
+    share_ds();
+    add_product(dx, b, stage_at());
+    wgmma_wait<0>();
+    pin(dx), pin(dy);
+    done(rings.tiles);
+  }
+#else
   DEVICE void step(int j, int g, bool partial, bool seen) {
     const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
     rings.tiles.await_full();
@@ -483,6 +548,7 @@ struct Consumer : Worker {
     if (DY) pin(dy);
     done(rings.tiles);
   }
+#endif
 
   // ---- epilogue
   DEVICE void finish() {
@@ -536,7 +602,9 @@ struct Consumer : Worker {
 #else
     barrier_wait(rings.held, 0);
 #endif
-#if FUSED
+#if ADDER
+    keep_keys();
+#elif FUSED
     publish_ds();  // before the first tile there are none: what is multiplied is not added
 #endif
 #pragma unroll 1
@@ -552,6 +620,9 @@ struct Consumer : Worker {
 #else
       Task::Range own = {0, 0, 0, 0};  // the last block may have more warpgroups than rows for them
       if (first() < task.held()) own = task.range(first(), 64, g);
+#if ADDER
+      if (all.begin < all.end) step_over(all, own, g);
+#else
 #pragma unroll 1
       for (int j = all.begin; j < all.end; j++) {
         if (!FUSED && (j < own.begin || j >= own.end)) {
@@ -564,8 +635,9 @@ struct Consumer : Worker {
         }
       }
 #endif
+#endif
     }
-#if FUSED
+#if FUSED && !ADDER
     multiply_keys();
     wgmma_wait<0>();
 #if PERSISTENT
@@ -578,7 +650,7 @@ struct Consumer : Worker {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_BACKWARD_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS + 128 * ADDER, 1) hopper_backward(HOPPER_BACKWARD_PARAMETERS) {
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const Params t = PARAMS;
@@ -608,7 +680,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_
     if (warp == 3) keep_ds(base, task);
 #endif
   };
-  specialize_warps<Rings>(base, bring, [&](int group) { Consumer(task, base, group).run(); });
+  const auto multiply = [&](int group) { Consumer(task, base, group).run(); };
+#if ADDER
+  specialize_warps<Rings>(base, bring, [&] { Adder(task, base).run(); }, multiply);
+#else
+  specialize_warps<Rings>(base, bring, multiply);
+#endif
 }
 
 #if FUSED
@@ -616,10 +693,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_
 extern "C" __global__ void __launch_bounds__(128) round_dq(ROUND_DQ_PARAMETERS) {
   const int slices = ceil_div(seqlen_q, 64), flat = blockIdx.x / slices, slice = blockIdx.x - flat * slices;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#if ADDER
+  constexpr int PART = 4096, PIECE = 512;  // floats of eight pieces, of one
+  sums += (i64(flat) * slices + slice) * (64 * DIM) + 128 * warp + 4 * lane;
+#else
+  constexpr int PIECE = 128;
   sums += (i64(flat) * (ceil_div(seqlen_q, BLOCK) * BLOCK) + 64 * slice) * DIM + warp * WARP_PART + 4 * lane;
+#endif
   float sum[DIM / 2];
   UNROLL for (int i = 0; i < DIM / 8; i++) {
-    const float4 x = *reinterpret_cast<const float4*>(sums + i / 8 * PART + i % 8 * 128);
+    const float4 x = *reinterpret_cast<const float4*>(sums + i / 8 * PART + i % 8 * PIECE);
     sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
   }
   u16* to = dq + flat / heads_q * dq_batch + flat % heads_q * dq_head;

@@ -15,7 +15,7 @@ from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import DROPOUT, LENGTHS, Params, strides
 from sartor.kernels.hopper import arch
-from sartor.kernels.hopper.backward_problem import change, columns, dadded, from_tables, fused, mask, near, parts
+from sartor.kernels.hopper.backward_problem import adder, change, columns, dadded, from_tables, fused, mask, near, parts
 from sartor.kernels.room import Room
 from sartor.kernels.triton.backward import padded_rows
 from sartor.problem import Problem
@@ -87,7 +87,7 @@ class Config:
         without dp. In one sweep, as many rows as make 64 by 64 of dq for either warpgroup."""
         dim, count = columns(p), len(gradients)
         if count == 3:
-            return cls(p, gradients, 2, 2 * 64 * 64 // dim)
+            return cls(p, gradients, 2, 64 if adder(p) else 2 * 64 * 64 // dim)
         wider = 2 if gradients == ("dv",) else 1  # there is no dp
         groups = 3 if count == 1 and change(p) < 2 and wider * (128 - dim // 2) >= 48 + 16 * wider else 2
         room = wider * ((128 if groups == 3 else 208) - count * dim // 2)
@@ -115,6 +115,11 @@ class Config:
         return len(self.gradients) == 3
 
     @property
+    def adder(self) -> bool:
+        """Whether a warpgroup of its own makes dq."""
+        return self.fused and adder(self.p)
+
+    @property
     def dim(self) -> int:
         """Columns of its products."""
         return columns(self.p)
@@ -128,7 +133,7 @@ class Config:
     @property
     def warps(self) -> int:
         """Of a block: those that multiply, and four that load."""
-        return 4 * (self.groups + 1)
+        return 4 * (self.groups + 1 + self.adder)
 
     @property
     def width(self) -> int:
@@ -212,7 +217,8 @@ class Config:
         p = self.p
         return {
             "GROUPS": self.groups, "KEYS": int(self.keys), "DX": int(self.gradients != ("dv",)),
-            "DY": int("dv" in self.gradients), "FUSED": int(self.fused), "DIM": self.dim, "COLUMNS": p.dim,
+            "DY": int("dv" in self.gradients), "FUSED": int(self.fused), "ADDER": int(self.adder),
+            "DIM": self.dim, "COLUMNS": p.dim,
             "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages, "APART": int(self.apart),
             "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
             "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
@@ -256,13 +262,13 @@ def swept(sweep: Params, buries: bool, added: bool, gradient: int, parted: bool)
 def sums(p: Problem) -> int:
     """How many there are, of one sweep."""
     block = Config.all(p)[0].block
-    return p.batch * p.heads_q * -(-p.seqlen_q // block) * block * p.dim
+    return p.batch * p.heads_q * -(-p.seqlen_q // block) * block * columns(p)
 
 
 def partial_sums(p: Problem) -> int:
     """How many there are of dk and dv: none where no block shares its keys."""
     block = 2 * arch.ROWS
-    return (parts(p) > 1) * parts(p) * p.batch * p.heads_kv * -(-p.seqlen_kv // block) * block * 2 * p.dim
+    return (parts(p) > 1) * parts(p) * p.batch * p.heads_kv * -(-p.seqlen_kv // block) * block * 2 * columns(p)
 
 
 def room(p: Problem) -> Room:
