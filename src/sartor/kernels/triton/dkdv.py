@@ -95,6 +95,7 @@ def _dkdv_tile(tile, x, n, c):
     k_unit = products.unit_of(k_units, i_n * c.BLOCK_N, c.PRECISION)
     v_unit = products.unit_of(v_units, i_n * c.BLOCK_N, c.PRECISION)
     state = tiles.zeros(c.BLOCK_N, c.CHUNKS), tiles.zeros(c.BLOCK_N, c.CHUNKS_V)
+    dk_strides, dv_strides = x.dk_strides, x.dv_strides  # after a loop Triton 3.6 has lost those of them that are 1
     for g in tl.range(0, n.group, num_stages=1):
         h = h_kv * n.group + g
         rows = row(b64 * n.heads_q + h, n.seqlen_q)
@@ -112,10 +113,10 @@ def _dkdv_tile(tile, x, n, c):
     dk = tiles.scale_tile(dk, n.scale, c.CHUNKS)
     if c.DROPOUT:
         dv = tiles.scale_tile(dv, n.dropout[2], c.CHUNKS_V)
-    dk_base = x.dk + b64 * x.dk_strides[0] + h64 * x.dk_strides[1] + first * x.dk_strides[2]
-    dv_base = x.dv + b64 * x.dv_strides[0] + h64 * x.dv_strides[1] + first * x.dv_strides[2]
-    tiles.store_tile(dk_base, o_n, x.dk_strides[2], left, dk, c.DIM, c.CHUNKS)
-    tiles.store_tile(dv_base, o_n, x.dv_strides[2], left, dv, c.DIM_V, c.CHUNKS_V)
+    dk_base = x.dk + b64 * dk_strides[0] + h64 * dk_strides[1] + first * dk_strides[2]
+    dv_base = x.dv + b64 * dv_strides[0] + h64 * dv_strides[1] + first * dv_strides[2]
+    tiles.store_tile(dk_base, o_n, dk_strides[2], left, dk, c.DIM, c.CHUNKS)
+    tiles.store_tile(dv_base, o_n, dv_strides[2], left, dv, c.DIM_V, c.CHUNKS_V)
     if (c.KEEP is not None or c.PRECISION == "pairs") and not c.REPAIR:
         tl.store(x.bad + tile, tiles.has_nonfinite(dk, c.CHUNKS) + tiles.has_nonfinite(dv, c.CHUNKS_V))
 

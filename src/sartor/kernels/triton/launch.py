@@ -207,7 +207,8 @@ def compile_together(steps: Sequence[Launch]) -> None:
         return
     import triton
 
-    with ThreadPoolExecutor(len(steps)) as threads, triton.AsyncCompileMode(threads):
+    # what does not compile says so at its own launch: an error here would leave the mode on for every later call
+    with ThreadPoolExecutor(len(steps)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         for step in steps:
             step.kernel.warmup(*step.arguments.values(), grid=(step.grid,), **compile_options(step.tile))
 
