@@ -9,15 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import sartor
 from sartor import nvrtc
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Tile
 from sartor.kernels.triton import launch
-from sartor.lab.measure import fingerprint, machine_code
+from sartor.lab.measure import fingerprint, machine_code, rehearsal
 from sartor.lab.measure.rehearsal import Launched
 from sartor.lab.workloads.workload import Workload
+from sartor.plan import choose, choose_backward
+from sartor.problem import Call, Problem
 from sartor.tuning import table
 
 H200 = ARCHITECTURES[90]
@@ -245,3 +248,11 @@ def test_kept_fingerprints_are_of_the_bytes_of_the_sources(tmp_path: Path, monke
     kernel = copy / "kernels" / "hopper" / "forward.cuh"
     kernel.write_text(kernel.read_text() + "constexpr int MORE = 1;\n")
     assert fingerprint.sources.__wrapped__() != own
+
+
+def test_the_backward_of_one_column_compiles():
+    """Strides of 1 are constants, which Triton 3.6 loses after a loop where they lie in a group."""
+    q, k = (torch.empty((2, 300, heads, 1), dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    call = Call(q, k, k, kernel="triton")
+    plans = choose(Problem.of(call), ARCHITECTURES[90]), choose_backward(Problem.of(call), ARCHITECTURES[90])
+    assert [x.name for x in rehearsal.launches(call, *plans, "fwd_bwd")] == ["forward", "preprocess", "dkdv", "dq"]

@@ -49,14 +49,14 @@ def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a process died" in said[-1]
 
 
-def test_a_process_that_compiles_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_compiles_starts_no_others() -> None:
     from torch._inductor import config
 
     threads = torch.get_num_threads()
-    monkeypatch.setattr(config, "compile_threads", 8)
     try:
-        ahead._alone()
-        assert (config.compile_threads, torch.get_num_threads()) == (1, 1)
+        with config.patch(compile_threads=8):
+            ahead._alone()
+            assert (config.compile_threads, torch.get_num_threads()) == (1, 1)
     finally:
         torch.set_num_threads(threads)
 

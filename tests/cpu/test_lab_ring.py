@@ -104,11 +104,12 @@ def test_tables_and_pictures_of_the_forecast(measured: Path) -> None:
 
 @pytest.mark.skipif(ROOT is None, reason="needs a checkout")
 def test_the_built_in_machine_is_that_of_the_records() -> None:
-    found = records.latest(records.read(ROOT / "benchmarks" / "results" / "h200" / "paper.jsonl"))
+    found = records.latest(records.read(ROOT / "benchmarks" / "results" / "h200" / "scaling.jsonl"))
     made = scaling.machine(found, H200)
     for ours, theirs in ((H200.forward, made.forward), (H200.backward, made.backward)):
         assert [n for n, _ in ours] == [n for n, _ in theirs]
         assert [rate for _, rate in ours] == pytest.approx([rate for _, rate in theirs], rel=1e-5)
+    assert H200.step == pytest.approx(made.step, rel=1e-5)
     assert {r.run_id for r in found if r.mode in ("fwd", "bwd")} == set(re.findall(r"\d{8}T\d{6}-\w{4}", H200.source))
 
 

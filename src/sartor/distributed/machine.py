@@ -88,12 +88,13 @@ class Machine:
 
 H200 = Machine(
     "h200",
-    ((512, 572.968), (1024, 627.736), (2048, 677.707), (4096, 707.996), (8192, 735.778), (16384, 752.818)),
-    ((512, 361.834), (1024, 452.34), (2048, 520.539), (4096, 570.12), (8192, 591.447), (16384, 599.294)),
-    "benchmarks/results/h200/paper.jsonl, runs 20261123T173650-6a6b (forward) and 20261124T104540-bf3a (backward);"
+    ((2048, 406.855), (8192, 619.915), (16384, 683.751), (65536, 672.637)),
+    ((128, 164.625), (1024, 463.993), (2048, 389.363), (4096, 486.208), (8192, 578.566), (16384, 580.467),
+     (32768, 571.785)),
+    "benchmarks/results/h200/scaling.jsonl, run 20261124T161631-a2d7;"
     " links: 80 % of what their makers state",
-    host_ranks=8, near=0.8 * 450e9, far=0.8 * 50e9, near_latency=10e-6, far_latency=20e-6, step=30e-6, memory=141e9,
-    rows=132 * 128,
+    host_ranks=8, near=0.8 * 450e9, far=0.8 * 50e9, near_latency=10e-6, far_latency=20e-6, step=319.824e-6,
+    memory=141e9, rows=132 * 128,
 )  # fmt: skip
 CPU = Machine(
     "cpu", ((512, 0.1), (4096, 0.1)), ((512, 0.1), (4096, 0.1)), "a guess: `sartor doctor --distributed` measures it",

@@ -191,10 +191,10 @@ class _Pairs:
 
     def _look(self, kinds: Tensor, plane: tuple[int, int], first: int) -> Tensor:
         """The bits of partial tiles of the slices from a row on, whose kinds (slices, tiles) are set."""
-        held = torch.arange(first, first + ROWS * len(kinds), device=self.device)
+        held = torch.arange(first, first + ROWS * len(kinds), dtype=torch.int64, device=self.device)
         real, block = held < self.held, self.cut.block
         begin, end = self._seen(plane, held[real])
-        stepped = torch.arange(begin * block, end * block, device=self.device)
+        stepped = torch.arange(begin * block, end * block, dtype=torch.int64, device=self.device)
         assert self.p.program.keep is not None
         kept = self._evaluate(self.p.program.keep, plane, held[:, None], stepped)
         kept = kept & real[:, None] & (stepped < self.stepped)  # (held, stepped)
@@ -217,7 +217,9 @@ class _Pairs:
 
     def _evaluate(self, e: Expr, plane: tuple[int, int], held: Tensor, stepped: Tensor | None = None) -> Tensor:
         own, other = ("kv", "q") if self.cut.by_key else ("q", "kv")
-        item, head = (torch.tensor(i, device=self.device) for i in plane)  # Python's ~ of a bool is none
+        item, head = (
+            torch.tensor(i, dtype=torch.int64, device=self.device) for i in plane
+        )  # Python's ~ of a bool is none
         at = {"b": item, "h": head, own: held, other: stepped}
         return torch.as_tensor(evaluate(e, at, self.aux, torch.float32), device=self.device)
 
@@ -228,5 +230,5 @@ def _packed(tiles: Tensor) -> Tensor:
     n, _, columns = tiles.shape
     of_threads = tiles.view(n, 4, 2, 8, columns // 8, 4, 2).permute(0, 1, 3, 5, 2, 4, 6)
     of_threads = of_threads.reshape(n, 2 * ROWS, 2, columns // 4)
-    words = (of_threads.long() << torch.arange(columns // 4, device=tiles.device)).sum(3)
+    words = (of_threads.long() << torch.arange(columns // 4, dtype=torch.int64, device=tiles.device)).sum(3)
     return torch.where(words < 2**31, words, words - 2**32).int()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from sartor import pending
 from sartor.device import Device
 from sartor.kernels import blocks
 from sartor.kernels.cuda import expressions
@@ -113,7 +114,7 @@ def change(p: Problem) -> int:
 def plain(p: Problem) -> bool:
     """Whether one sweep serves other head dims than 64 and 128 too: nothing wants registers or an order."""
     free = change(p) == 0 and mask(p) < 2 and not from_tables(p, keys=True)
-    return free and not p.dropout_p and not p.deterministic
+    return free and not p.dropout_p and not p.deterministic and not pending.refused("one sweep")
 
 
 def fused(p: Problem) -> bool:

@@ -76,7 +76,10 @@ def _cache(w: Workload, x: Inputs, new: bool = False) -> Attend:
         before |= {name: view(t)[items, last].unsqueeze(1) for name, t in (("k", x.k), ("v", x.v))}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Any = sartor.flash_attn_with_kvcache(view(q), view(k), view(v), **before)
+        given = before
+        if k.shape[2] < w.seqlen_kv:  # of another length, see `unseen`
+            given = before | {"cache_seqlens": before["cache_seqlens"].clamp(max=k.shape[2])}
+        out: Any = sartor.flash_attn_with_kvcache(view(q), view(k), view(v), **given)
         return cast(Tensor, out.transpose(1, 2))
 
     return attend

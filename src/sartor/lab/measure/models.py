@@ -125,8 +125,8 @@ class Generation:
         places = w.seqlen_kv - plan.tokens
         noise = torch.Generator(device).manual_seed(1)
         self.ids = torch.randint(2, plan.vocab, (w.batch, places), generator=noise, device=device)
-        lengths = torch.linspace(places // 2, places, w.batch, device=device).round()
-        self.seen = (torch.arange(places, device=device) >= places - lengths[:, None]).long()
+        lengths = torch.linspace(places // 2, places, w.batch, dtype=torch.float32, device=device).round()
+        self.seen = (torch.arange(places, dtype=torch.int64, device=device) >= places - lengths[:, None]).long()
 
     def text(self) -> Tensor:
         """Greedy tokens with a growing cache, which is what transformers takes by default: (batch, prompt and new)."""
