@@ -350,3 +350,19 @@ def test_kernels_of_a_call_are_compiled_side_by_side(monkeypatch):
         options = launch.compile_options(step.tile)
         assert step.kernel.warmup(*step.arguments.values(), grid=(1,), **options).asm["cubin"]
     assert len(asked) == 2
+
+
+def test_what_does_not_compile_leaves_later_calls_alone(monkeypatch):
+    """The mode in which Triton compiles side by side ends all the same; the error is told by the launch."""
+    steps = list(launches("triton_forward", call_of(16, "band"), Tile(64, 32, 4, 2), 90).values())
+    compile_one = triton.compiler.compile
+
+    def fails(*args, **kwargs):
+        raise ValueError("does not compile")
+
+    for make in (fails, compile_one):
+        for step in steps:
+            monkeypatch.setattr(step.kernel, "device_caches", defaultdict(step.kernel.create_binder))
+        monkeypatch.setattr(triton.compiler, "compile", make)
+        monkeypatch.setattr(driver, "_active", NoDevice())
+        launch.compile_together(steps)

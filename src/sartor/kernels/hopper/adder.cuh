@@ -41,21 +41,3 @@ struct Adder : Worker {
     }
   }
 };
-
-// As `specialize_warps` of three roles: the second warpgroup calls `add`
-template <class Rings, class Load, class Add, class Multiply>
-DEVICE void specialize_warps(u32 base, Load load, Add add, Multiply multiply) {
-  if (threadIdx.x == 0) Rings(base).init();
-  __syncthreads();
-  const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);
-  if (warp < 4) {
-    registers_fewer<PRODUCER_REGISTERS>();
-    load(warp);
-  } else if (warp < 8) {
-    registers_fewer<72>();
-    add();
-  } else {
-    registers_more<CONSUMER_REGISTERS>();
-    multiply(warp / 4 - 2);
-  }
-}

@@ -682,7 +682,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 * ADDER, 1) hopper_ba
   };
   const auto multiply = [&](int group) { Consumer(task, base, group).run(); };
 #if ADDER
-  specialize_warps<Rings>(base, bring, [&] { Adder(task, base).run(); }, multiply);
+  specialize_warps<Rings, 1>(base, bring, multiply, [&] { Adder(task, base).run(); });
 #else
   specialize_warps<Rings>(base, bring, multiply);
 #endif
