@@ -82,7 +82,7 @@ def attention(
             lose slope * |i + seqlen_kv - seqlen_q - j|. Not differentiable: refused where autograd would follow it.
         sinks: (heads_q,): one more logit in each row's softmax denominator; differentiable.
         deterministic: bit-equal gradients from run to run, which torch.use_deterministic_algorithms asks for too. Only
-            dq of 16-bit floats on Hopper, head dims up to 128, is not so without it. Either also keeps the keys
+            dq of 16-bit floats on Hopper, head dims 64 and 128, is not so without it. Either also keeps the keys
             of few queries whole, whose number of parts may change with the batch, and bits with it.
         return_lse: return (out, lse) with lse the natural-log logsumexp of the scores, (batch, heads_q, seqlen_q),
             float32 (float64 for float64 inputs), differentiable.
