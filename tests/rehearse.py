@@ -1,8 +1,9 @@
 """GPU tests on a machine without a GPU (`pytest -m gpu --rehearse tests/gpu`): each runs until it asks for a value.
 
 Tensors on "cuda" are meta tensors that say they lie on cuda:0, of an H200 as `ARCHITECTURES` has it. CUDA C++ is
-compiled, into the disk cache, and not launched; of Triton's kernels the host's part runs. Comparisons of values pass.
-What else asks for a value ends the test, which was rehearsed; every other exception is an error of the host.
+compiled, into the disk cache, and not launched; Triton's kernels are read by Triton, not compiled. Comparisons of
+values pass. What else asks for a value ends the test, which was rehearsed; every other exception is an error of the
+host.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from sartor import device, nvrtc, testing
 from sartor.device import ARCHITECTURES
+from sartor.kernels.triton import lower
 from sartor.lab.measure import rehearsal
 from sartor.lengths import launches, values
 
@@ -120,6 +122,15 @@ def _launched(kernel, grid, given, stream=None):
         raise TypeError(f"{kernel.name} takes {', '.join(kernel.changing)}, got {', '.join(given)}")
 
 
+def _traced(step, arch, seen=set()):  # noqa: B006 - for as long as the process lasts
+    """Triton reads the kernel's Python, where most of its errors are; machine code would take ten times as long."""
+    source = lower.source_of(step.kernel, step.arguments)
+    if source.hash() not in seen:
+        lower.trace(source, step.tile, arch)
+        seen.add(source.hash())
+    return step.name
+
+
 def patches():
     """Owner, name and value of what is changed while tests are rehearsed."""
     facts = {"is_available": True, "get_device_capability": (9, 0), "device_count": 1, "current_device": 0}
@@ -167,7 +178,7 @@ def patches():
         yield runner, "run", _no_value
     yield launches, "launch", lambda *args: None
     yield values, "CHECKS", False
-    yield rehearsal, "_of_triton", lambda step, arch: step.name
+    yield rehearsal, "_of_triton", _traced
 
 
 class Plugin:

@@ -32,7 +32,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from sartor.kernels.triton.lower import compile_for
+from sartor.kernels.triton.lower import compile_for, source_of, trace
 
 BATCH, LENGTH, HEADS = 4, 4096, 16
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
@@ -366,3 +366,21 @@ def test_what_does_not_compile_leaves_later_calls_alone(monkeypatch):
         monkeypatch.setattr(triton.compiler, "compile", make)
         monkeypatch.setattr(driver, "_active", NoDevice())
         launch.compile_together(steps)
+
+
+TABLES = {
+    "lengths": lambda table: mods.prefix(table(BATCH)),
+    "lengths of heads": lambda table: mods.Mask(lambda b, h, q, kv, aux: kv < aux[0], (table(HEADS, 1, 1),)),
+    "starts": lambda table: mods.Mask(lambda b, h, q, kv, aux: kv >= aux[0], (table(BATCH, 1, 1, 1),)),
+}
+
+
+@pytest.mark.parametrize("kernel", ["triton_forward", "triton_backward", "fp32_forward", "fp32_backward"])
+@pytest.mark.parametrize("name", TABLES)
+def test_loops_whose_ends_a_table_tells(name, kernel):
+    """Of 64 bits, and so is what a loop computes from where it starts."""
+    mask = TABLES[name](lambda *shape: torch.empty(shape, dtype=torch.int64, device="meta"))
+    call = call_of(64, dtype=torch.float32 if kernel.startswith("fp32") else torch.bfloat16, mask=mask)
+    tile, _ = table.lookup(kernels.load(kernel), Problem.of(call), ARCHITECTURES[90])
+    for step in launches(kernel, call, tile, 90).values():
+        trace(source_of(step.kernel, step.arguments), step.tile, 90)

@@ -30,9 +30,9 @@ def _mainloop(state, bounds, i_n, keys, values, queries, douts, lse_base, delta_
     o_m, o_n = tl.arange(0, c.BLOCK_M), tl.arange(0, c.BLOCK_N)
     seed = seed_of(n.dropout, c.DROPOUT)
     kv = i_n * c.BLOCK_N + o_n
-    left = n.seqlen_kv - i_n * c.BLOCK_N
-    k = products.load(k_base, o_n, k_stride, left, c.DIM, c.CHUNKS, True, c.PRECISION)
-    v = products.load(v_base, o_n, v_stride, left, c.DIM_V, c.CHUNKS_V, True, c.PRECISION)
+    own = n.seqlen_kv - i_n * c.BLOCK_N
+    k = products.load(k_base, o_n, k_stride, own, c.DIM, c.CHUNKS, True, c.PRECISION)
+    v = products.load(v_base, o_n, v_stride, own, c.DIM_V, c.CHUNKS_V, True, c.PRECISION)
     for start in tl.range(lo, hi, c.BLOCK_M, num_stages=1 if c.REPAIR else None):
         first = tl.cast(start, tl.int64)
         left = n.seqlen_q - start

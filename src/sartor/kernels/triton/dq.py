@@ -29,9 +29,9 @@ def _mainloop(dq, bounds, i_m, queries, douts, keys, values, lse, delta, b, h, n
     o_m, o_n = tl.arange(0, c.BLOCK_M), tl.arange(0, c.BLOCK_N)
     seed = seed_of(n.dropout, c.DROPOUT)
     q_rows = i_m * c.BLOCK_M + o_m
-    left = n.seqlen_q - i_m * c.BLOCK_M
-    q = products.load(q_base, o_m, q_stride, left, c.DIM, c.CHUNKS, True, c.PRECISION)
-    dout = products.load(dout_base, o_m, dout_stride, left, c.DIM_V, c.CHUNKS_V, True, c.PRECISION)
+    own = n.seqlen_q - i_m * c.BLOCK_M
+    q = products.load(q_base, o_m, q_stride, own, c.DIM, c.CHUNKS, True, c.PRECISION)
+    dout = products.load(dout_base, o_m, dout_stride, own, c.DIM_V, c.CHUNKS_V, True, c.PRECISION)
     for start in tl.range(lo, hi, c.BLOCK_N, num_stages=1 if c.REPAIR else None):
         first = tl.cast(start, tl.int64)
         left = n.seqlen_kv - start

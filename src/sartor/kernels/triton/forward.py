@@ -48,9 +48,9 @@ if launch.available():
         v_base, v_stride, v_units = values
         o_m, o_kv = tl.arange(0, c.BLOCK_M), tl.arange(0, c.BLOCK_N)
         q_rows = tl.minimum(i_m * c.BLOCK_M + o_m, n.seqlen_q - 1)  # for the mods
-        left = n.seqlen_q - i_m * c.BLOCK_M
+        own = n.seqlen_q - i_m * c.BLOCK_M
         seed = seed_of(n.dropout, c.DROPOUT)
-        q = products.load_queries(q_base, o_m, q_stride, left, c.DIM, c.DIM_V, c.CHUNKS, c.PRECISION)
+        q = products.load_queries(q_base, o_m, q_stride, own, c.DIM, c.DIM_V, c.CHUNKS, c.PRECISION)
         for start in tl.range(lo, hi, c.BLOCK_N, num_stages=1 if c.REPAIR else None):
             k_rows = k_base + tl.cast(start, tl.int64) * k_stride
             v_rows = v_base + tl.cast(start, tl.int64) * v_stride

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from sartor.kernels.spec import Tile
 from sartor.kernels.triton.launch import compile_options
@@ -46,6 +47,22 @@ def compile_for(kernel: Any, arguments: dict[str, Any], tile: Tile, arch: int) -
 
 def compiled_for(kernel: Any, arguments: dict[str, Any], tile: Tile, arch: int) -> Any:
     """The same, as Triton gives it: `asm`, `metadata`."""
+    target = GPUTarget("cuda", arch, 32)
+    return triton.compile(source_of(kernel, arguments), target=target, options=compile_options(tile))
+
+
+def trace(source: ASTSource, tile: Tile, arch: int) -> None:
+    """Only the first stage, Triton's own, which says what a kernel's Python is wrong in."""
+    backend, context = make_backend(target := GPUTarget("cuda", arch, 32)), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options(compile_options(tile))
+    given = backend.get_codegen_implementation(options), backend.get_module_map()
+    source.make_ir(target, options, *given, context)
+
+
+def source_of(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
+    """The kernel, with what a launch with these arguments compiles it for."""
     names = [p.name for p in kernel.params]
     constexprs = {n for n, p in zip(names, kernel.params, strict=True) if p.is_constexpr}
     signature, constants, attributes = {}, {}, {}
@@ -56,8 +73,7 @@ def compiled_for(kernel: Any, arguments: dict[str, Any], tile: Tile, arch: int) 
         else:
             known = {} if kernel.params[i].do_not_specialize else attributes
             signature[name] = "i32" if known is not attributes else _type(value, (i,), constants, attributes)
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compile_options(tile))
+    return ASTSource(kernel, signature, constants, attributes)
 
 
 def _type(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
