@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sartor.lab.evidence import verify, wanted
+from sartor.lab.evidence import gpu_tests, verify, wanted
 from sartor.lab.evidence.evidence import Evidence
 from sartor.lab.measure import check
 from sartor.lab.measure.fingerprint import Found
@@ -35,7 +35,7 @@ DONE = """<testsuites><testsuite>
 
 
 def test_counts_of_a_test_run() -> None:
-    found = verify.counts(ET.fromstring(JUNIT))
+    found = gpu_tests.counts(ET.fromstring(JUNIT))
     assert found == {
         "passed": 1, "failed": 2, "skipped": 1, "failures": ["t.b::no", "t.a::bad"], "against": ["hopper_forward"],
         "modules": {"a": 3.0, "b": 3.0}, "not_done": 0, "open": [],
@@ -44,21 +44,25 @@ def test_counts_of_a_test_run() -> None:
 
 def test_kernels_with_a_test_that_was_not_done_are_open() -> None:
     planned = {"t.a::ok": None, "t.b::no": "hopper_forward", "t.b::late": "hopper_backward triton_backward"}
-    found = verify.counts(ET.fromstring(DONE), planned)
+    found = gpu_tests.counts(ET.fromstring(DONE), planned)
     assert (found["passed"], found["not_done"], found["open"]) == (1, 1, ["hopper_backward", "triton_backward"])
-    found = verify.counts(ET.fromstring(DONE), {"t.a::begun": None})
+    found = gpu_tests.counts(ET.fromstring(DONE), planned, ["t.b::late", "t.b::of another kernel"])
+    assert (found["passed"], found["not_done"], found["open"]) == (2, 0, [])
+    found = gpu_tests.counts(ET.fromstring("<testsuites/>"), planned, planned)
+    assert (found["passed"], found["failed"], found["not_done"]) == (3, 0, 0)
+    found = gpu_tests.counts(ET.fromstring(DONE), {"t.a::begun": None})
     assert (found["passed"], found["not_done"], found["open"]) == (1, 1, sorted(wanted.KERNELS))
 
 
 def test_a_failure_of_what_is_about_no_kernel_in_particular_speaks_against_all() -> None:
     xml = "<testsuites><testcase classname='a' name='no'><failure/></testcase><testcase name='b'/></testsuites>"
-    assert verify.counts(ET.fromstring(xml))["against"] == sorted(wanted.KERNELS)
+    assert gpu_tests.counts(ET.fromstring(xml))["against"] == sorted(wanted.KERNELS)
 
 
 def test_a_run_without_tests_is_a_failure() -> None:
     skipped = "<testsuites><testcase classname='a' name='not'><skipped/></testcase></testsuites>"
     for xml in ("<testsuites/>", skipped):
-        found = verify.counts(ET.fromstring(xml))
+        found = gpu_tests.counts(ET.fromstring(xml))
         assert (found["passed"], found["failed"], found["failures"]) == (0, 1, ["no test ran"])
 
 
@@ -70,7 +74,7 @@ def test_nothing_is_written_without_a_gpu(tmp_path: Path) -> None:
 
 def test_tests_are_run_and_counted(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text("def test_passes(): pass\ndef test_fails(): assert False\n")
-    found = verify.run_tests(tmp_path, 60, marker="not gpu")
+    found = gpu_tests.run_tests(tmp_path, 60, marker="not gpu")
     assert (found["passed"], found["failed"]) == (1, 1)
 
 
@@ -89,15 +93,62 @@ def test_a_run_that_is_stopped_tells_what_was_done(tmp_path: Path, monkeypatch: 
         "def test_late(i): time.sleep(60 if i else 0)\n"
         "def test_of_all(): pass\n"
     )
-    monkeypatch.setattr(verify, "find_spec", lambda name: None)  # processes of its own begin late on a busy machine
+    monkeypatch.setattr(gpu_tests, "find_spec", lambda name: None)  # processes of its own begin late on a busy machine
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        found = verify.run_tests(tmp_path, 30, marker="not gpu")
+        found = gpu_tests.run_tests(tmp_path, 30, marker="not gpu")
     finally:
         signal.signal(signal.SIGINT, before)
     assert found["passed"] == 2, found
     assert (found["failed"], found["open"]) == (0, ["hopper_forward"]), found
     assert found["not_done"] == 39
+
+
+@pytest.mark.thorough
+def test_what_passed_before_is_not_run_again(tmp_path: Path) -> None:
+    """Nor lost when pytest is killed, nor kept after a change of the sources."""
+    root, passed = checkout(), tmp_path / "out" / "passed.txt"
+    if root is None:
+        pytest.skip("tests lie in a checkout")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").write_text((root / "tests" / "conftest.py").read_text())
+    test = tmp_path / "tests" / "test_one.py"
+    test.write_text(
+        "import os, pytest, time\n"
+        "from pathlib import Path\n"
+        "def note(text):\n"
+        f"    with Path({str(tmp_path / 'ran')!r}).open('a') as file: file.write(text)\n"
+        "@pytest.fixture\n"
+        "def broken():\n"
+        "    yield\n"
+        "    assert Path('mended').exists()\n"
+        "@pytest.mark.parametrize('i', range(3))\n"
+        "def test_passes(i): note('p')\n"
+        "def test_after(broken): note('a')\n"
+        "@pytest.mark.judges('hopper_forward')\n"
+        "def test_kills():\n"
+        "    note('k')\n"
+        "    if Path('mended').exists(): return\n"
+        f"    while len(Path({str(passed)!r}).read_text().splitlines()) < 4: time.sleep(0.1)\n"
+        "    os.kill(os.getppid() if 'PYTEST_XDIST_WORKER' in os.environ else os.getpid(), 9)\n"
+    )
+
+    def run() -> dict:
+        gpu_tests.resume(passed, tmp_path, {"device": "h200"})
+        (tmp_path / "ran").write_text("")
+        found = gpu_tests.run_tests(tmp_path, 60, marker="not gpu", passed=passed)
+        return found | {"ran": "".join(sorted((tmp_path / "ran").read_text()))}
+
+    first = run()
+    assert (first["passed"], len(passed.read_text().splitlines())) == (0, 4), first["failures"]
+    (tmp_path / "mended").touch()
+    found = run()
+    assert (found["ran"], found["passed"], found["not_done"], found["failed"]) == ("ak", 5, 0, 0)
+    found = run()
+    assert (found["ran"], found["passed"], found["not_done"], found["failed"]) == ("", 5, 0, 0)
+    test.write_text(test.read_text() + "# another text\n")
+    gpu_tests.resume(passed, tmp_path, {"device": "h200"})
+    assert len(passed.read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
@@ -129,7 +180,7 @@ def test_a_kernel_is_sound_if_nothing_speaks_against_it() -> None:
 
 def test_no_kernel_is_sound_by_tests_that_did_not_run() -> None:
     assert verify.sound(outcome(passed=0), [], wanted.KERNELS) == []
-    assert verify.sound(outcome(failed=verify.STOP_AT), [], wanted.KERNELS) == []
+    assert verify.sound(outcome(failed=gpu_tests.STOP_AT), [], wanted.KERNELS) == []
 
 
 FWD, BWD, STEP = (f"sartor {mode} bfloat16 B1 H8 N128 D64 full" for mode in ("fwd", "bwd", "fwd_bwd"))
@@ -189,7 +240,7 @@ def test_only_what_was_judged_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     folder.mkdir()
     (folder / "evidence.json").write_text(json.dumps({"runs": [passed("old")]}))
 
-    def run_tests(root, limit_s, names, tell):
+    def run_tests(root, limit_s, names, tell, passed):
         asked.append(names)
         return outcome(*against, failed=len(against)) | {"modules": {}}
 
