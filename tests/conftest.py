@@ -100,7 +100,8 @@ class Passing:
 
 
 def pytest_collection_modifyitems(config, items):
-    """A test that names no kernel (mark `judges`) is about the way to all of them, and always runs."""
+    """A test that names no kernel (mark `judges`) is about the way to all of them, and always runs; with a parameter
+    `dtype` or `kernel` it is about the way to those that take it."""
     every = {*kernels.FORWARD, *kernels.BACKWARD}
     wanted = set(filter(None, config.getoption("--kernels").split(",")))
     if wanted - every:
@@ -108,13 +109,12 @@ def pytest_collection_modifyitems(config, items):
     left = []
     for item in items:
         item.user_properties.append(("done", "yes"))  # JUnit's XML has it of what came to its end
-        marks = list(item.iter_markers("judges"))
-        about = {name for mark in marks for name in mark.args}
-        if about - every:
+        about = _about(item)
+        if (about or set()) - every:
             raise pytest.UsageError(f"{item.nodeid} judges kernels that there are not: {sorted(about - every)}")
-        if marks:
+        if about is not None:
             item.user_properties.append(("judges", " ".join(sorted(about))))
-        if wanted and marks and not about & wanted:
+        if wanted and about is not None and not about & wanted:
             left.append(item)
     dropped = set(map(id, left))
     before = config.stash.get(BEFORE, set())
@@ -123,6 +123,19 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[*left, *config.stash[PASSED]])
     # What is about all comes first: a run that is stopped then says most.
     items[:] = sorted((item for item in items if id(item) not in dropped), key=lambda item: _judges(item) is not None)
+
+
+def _about(item):
+    """The kernels that a test judges; None: all."""
+    marks = list(item.iter_markers("judges"))
+    about = {name for mark in marks for name in mark.args} if marks else None
+    params = getattr(item, "callspec", None) and item.callspec.params
+    if not item.get_closest_marker("gpu") or not params or not {"dtype", "kernel"} & set(params):
+        return about
+    from judged import narrowed
+
+    may = narrowed(params)
+    return may if about is None else about & may
 
 
 def _judges(item):

@@ -1,7 +1,6 @@
 """Evidence: what is counted of a test run, and what a run that did not happen counts as."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -262,18 +261,31 @@ def test_only_what_was_judged_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert verify.verify(tmp_path, tmp_path, torch.device("cuda"), lambda text: None) == {}, "all passed"
 
 
-def test_every_kernel_has_tests_of_its_own_and_those_that_are_about_all() -> None:
-    """What `pytest -m gpu --kernels` collects here, where modules that need a GPU to be imported are left out."""
-    root, found = checkout(), {}
+def collected(tmp_path: Path, *names: str) -> dict[str, set[str]]:
+    """The tests of `pytest -m gpu --kernels`, and what each judges; modules that need a GPU to be imported are left
+    out."""
+    root, path = checkout(), tmp_path / "planned.json"
     if root is None:
         pytest.skip("tests lie in a checkout")
-    for names in (("triton_backward",), ("hopper_backward",), wanted.KERNELS):
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "--kernels", ",".join(names)]
-        done = subprocess.run([*command, "tests/gpu"], cwd=root, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        found[names] = set(re.findall(r"^tests/gpu/(\S+)\.py::(?:test_memory\[)?(\w*)", done.stdout, re.MULTILINE))
-    portable, hopper, every = ({module for module, _ in one} for one in found.values())
-    assert {"test_gpu_random", "test_gpu_packed", "test_gpu"} <= portable & hopper
-    assert "test_gpu_hopper_backward" in hopper - portable
-    assert "test_gpu_hopper_fp32" in every - hopper
-    assert "test_gpu_rungs" not in every, "rungs have evidence of their own"
+    which = ["--kernels", ",".join(names)] if names else []
+    command = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "--collect-only", "-q", *which, "tests/gpu"]
+    done = subprocess.run([*command, f"--planned={path}"], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    every = {name.removeprefix("tests.gpu."): about for name, about in json.loads(path.read_text()).items()}
+    return {name: set(wanted.KERNELS if about is None else about.split()) for name, about in every.items()}
+
+
+def test_every_kernel_has_tests_of_its_own_and_none_of_another(tmp_path: Path) -> None:
+    """A parameter `dtype` or `kernel` tells that a test cannot judge a kernel which does not take it."""
+    every = collected(tmp_path)
+    by = {kernel: {name for name, about in every.items() if kernel in about} for kernel in wanted.KERNELS}
+    assert set(collected(tmp_path, "hopper_backward")) == by["hopper_backward"]
+    for kernel in ("triton_backward", "hopper_backward", "fp32_backward"):
+        assert {"test_gpu_random", "test_gpu_packed", "test_gpu"} <= {name.split("::")[0] for name in by[kernel]}
+    assert any("test_gpu_hopper_backward" in name for name in by["hopper_backward"] - by["triton_backward"])
+    assert not any("torch.float16" in name for name in by["fp32_backward"])
+    assert not any("torch.float32" in name for name in by["hopper_backward"])
+    assert not any("auto" in name for name in by["triton_backward"] if name.startswith("test_gpu::"))
+    assert not any("test_gpu_rungs" in name for tests in by.values() for name in tests), (
+        "they have evidence of their own"
+    )
