@@ -16,6 +16,8 @@ import torch
 
 from sartor import kernels
 
+BEFORE, PASSED = pytest.StashKey(), pytest.StashKey()  # names in the file `--passed`, and their items
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     # At each call of a device function it lists what Triton's modules hold, a third of its time. Only a patch changes
     # what they hold, and a patch is of a name that was a built-in function before.
@@ -61,6 +63,7 @@ def pending(request, monkeypatch):
 def pytest_addoption(parser):
     parser.addoption("--kernels", default="", help="comma-separated: only tests that judge one of these kernels")
     parser.addoption("--rehearse", action="store_true", help="GPU tests without a GPU: see rehearse.py")
+    parser.addoption("--passed", default="", help="file: tests it names are not run, and each that passes is added")
     parser.addoption("--planned", default="", help="file to write: the tests that will be run, and what each judges")
 
 
@@ -69,10 +72,36 @@ def pytest_configure(config):
         import rehearse
 
         config.pluginmanager.register(rehearse.Plugin())
+    if hasattr(config, "workerinput"):
+        config.stash[BEFORE] = set(config.workerinput.get("passed", ()))
+    elif config.option.passed:
+        path = Path(config.option.passed)
+        config.stash[BEFORE] = set(path.read_text(encoding="utf-8").splitlines())
+        config.pluginmanager.register(Passing(path, sorted(config.stash[BEFORE])))
+
+
+class Passing:
+    """Adds a line to a file when a test has passed, what comes after it included."""
+
+    def __init__(self, path, before):
+        self.path, self.before, self.called = path, before, set()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node):
+        """Processes of pytest-xdist leave out the same tests, whenever they begin."""
+        node.workerinput["passed"] = self.before
+
+    def pytest_runtest_logreport(self, report):
+        if report.passed and report.when == "call":
+            self.called.add(report.nodeid)
+        elif report.passed and report.when == "teardown" and report.nodeid in self.called:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_name(report.nodeid) + "\n")
 
 
 def pytest_collection_modifyitems(config, items):
-    """A test that names no kernel (mark `judges`) is about the way to all of them, and always runs."""
+    """A test that names no kernel (mark `judges`) is about the way to all of them, and always runs; with a parameter
+    `dtype` or `kernel` it is about the way to those that take it."""
     every = {*kernels.FORWARD, *kernels.BACKWARD}
     wanted = set(filter(None, config.getoption("--kernels").split(",")))
     if wanted - every:
@@ -80,28 +109,49 @@ def pytest_collection_modifyitems(config, items):
     left = []
     for item in items:
         item.user_properties.append(("done", "yes"))  # JUnit's XML has it of what came to its end
-        marks = list(item.iter_markers("judges"))
-        about = {name for mark in marks for name in mark.args}
-        if about - every:
+        about = _about(item)
+        if (about or set()) - every:
             raise pytest.UsageError(f"{item.nodeid} judges kernels that there are not: {sorted(about - every)}")
-        if marks:
+        if about is not None:
             item.user_properties.append(("judges", " ".join(sorted(about))))
-        if wanted and marks and not about & wanted:
+        if wanted and about is not None and not about & wanted:
             left.append(item)
-    config.hook.pytest_deselected(items=left)
     dropped = set(map(id, left))
+    before = config.stash.get(BEFORE, set())
+    config.stash[PASSED] = [item for item in items if id(item) not in dropped and _name(item.nodeid) in before]
+    dropped |= set(map(id, config.stash[PASSED]))
+    config.hook.pytest_deselected(items=[*left, *config.stash[PASSED]])
     # What is about all comes first: a run that is stopped then says most.
     items[:] = sorted((item for item in items if id(item) not in dropped), key=lambda item: _judges(item) is not None)
+
+
+def _about(item):
+    """The kernels that a test judges; None: all."""
+    marks = list(item.iter_markers("judges"))
+    about = {name for mark in marks for name in mark.args} if marks else None
+    params = getattr(item, "callspec", None) and item.callspec.params
+    if not item.get_closest_marker("gpu") or not params or not {"dtype", "kernel"} & set(params):
+        return about
+    from judged import narrowed
+
+    may = narrowed(params)
+    return may if about is None else about & may
 
 
 def _judges(item):
     return dict(item.user_properties).get("judges")
 
 
+def _name(nodeid):
+    """As in JUnit's XML."""
+    file, _, test = nodeid.partition("::")
+    return f"{file.removesuffix('.py').replace('/', '.')}::{test}"
+
+
 def pytest_collection_finish(session):
-    """Names are those of JUnit's XML."""
-    path, worker = session.config.option.planned, getattr(session.config, "workerinput", {"workerid": "gw0"})
+    """What passed before is of the plan."""
+    config = session.config
+    path, worker = config.option.planned, getattr(config, "workerinput", {"workerid": "gw0"})
     if path and worker["workerid"] == "gw0":
-        names = (item.nodeid.partition("::") for item in session.items)
-        names = (f"{file.removesuffix('.py').replace('/', '.')}::{test}" for file, _, test in names)
-        Path(path).write_text(json.dumps(dict(zip(names, map(_judges, session.items), strict=True))), encoding="utf-8")
+        judged = {_name(item.nodeid): _judges(item) for item in (*session.items, *config.stash[PASSED])}
+        Path(path).write_text(json.dumps(judged), encoding="utf-8")

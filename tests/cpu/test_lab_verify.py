@@ -1,7 +1,6 @@
 """Evidence: what is counted of a test run, and what a run that did not happen counts as."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sartor.lab.evidence import verify, wanted
+from sartor.lab.evidence import gpu_tests, verify, wanted
 from sartor.lab.evidence.evidence import Evidence
 from sartor.lab.measure import check
 from sartor.lab.measure.fingerprint import Found
@@ -35,7 +34,7 @@ DONE = """<testsuites><testsuite>
 
 
 def test_counts_of_a_test_run() -> None:
-    found = verify.counts(ET.fromstring(JUNIT))
+    found = gpu_tests.counts(ET.fromstring(JUNIT))
     assert found == {
         "passed": 1, "failed": 2, "skipped": 1, "failures": ["t.b::no", "t.a::bad"], "against": ["hopper_forward"],
         "modules": {"a": 3.0, "b": 3.0}, "not_done": 0, "open": [],
@@ -44,21 +43,25 @@ def test_counts_of_a_test_run() -> None:
 
 def test_kernels_with_a_test_that_was_not_done_are_open() -> None:
     planned = {"t.a::ok": None, "t.b::no": "hopper_forward", "t.b::late": "hopper_backward triton_backward"}
-    found = verify.counts(ET.fromstring(DONE), planned)
+    found = gpu_tests.counts(ET.fromstring(DONE), planned)
     assert (found["passed"], found["not_done"], found["open"]) == (1, 1, ["hopper_backward", "triton_backward"])
-    found = verify.counts(ET.fromstring(DONE), {"t.a::begun": None})
+    found = gpu_tests.counts(ET.fromstring(DONE), planned, ["t.b::late", "t.b::of another kernel"])
+    assert (found["passed"], found["not_done"], found["open"]) == (2, 0, [])
+    found = gpu_tests.counts(ET.fromstring("<testsuites/>"), planned, planned)
+    assert (found["passed"], found["failed"], found["not_done"]) == (3, 0, 0)
+    found = gpu_tests.counts(ET.fromstring(DONE), {"t.a::begun": None})
     assert (found["passed"], found["not_done"], found["open"]) == (1, 1, sorted(wanted.KERNELS))
 
 
 def test_a_failure_of_what_is_about_no_kernel_in_particular_speaks_against_all() -> None:
     xml = "<testsuites><testcase classname='a' name='no'><failure/></testcase><testcase name='b'/></testsuites>"
-    assert verify.counts(ET.fromstring(xml))["against"] == sorted(wanted.KERNELS)
+    assert gpu_tests.counts(ET.fromstring(xml))["against"] == sorted(wanted.KERNELS)
 
 
 def test_a_run_without_tests_is_a_failure() -> None:
     skipped = "<testsuites><testcase classname='a' name='not'><skipped/></testcase></testsuites>"
     for xml in ("<testsuites/>", skipped):
-        found = verify.counts(ET.fromstring(xml))
+        found = gpu_tests.counts(ET.fromstring(xml))
         assert (found["passed"], found["failed"], found["failures"]) == (0, 1, ["no test ran"])
 
 
@@ -70,7 +73,7 @@ def test_nothing_is_written_without_a_gpu(tmp_path: Path) -> None:
 
 def test_tests_are_run_and_counted(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text("def test_passes(): pass\ndef test_fails(): assert False\n")
-    found = verify.run_tests(tmp_path, 60, marker="not gpu")
+    found = gpu_tests.run_tests(tmp_path, 60, marker="not gpu")
     assert (found["passed"], found["failed"]) == (1, 1)
 
 
@@ -89,15 +92,62 @@ def test_a_run_that_is_stopped_tells_what_was_done(tmp_path: Path, monkeypatch: 
         "def test_late(i): time.sleep(60 if i else 0)\n"
         "def test_of_all(): pass\n"
     )
-    monkeypatch.setattr(verify, "find_spec", lambda name: None)  # processes of its own begin late on a busy machine
+    monkeypatch.setattr(gpu_tests, "find_spec", lambda name: None)  # processes of its own begin late on a busy machine
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        found = verify.run_tests(tmp_path, 30, marker="not gpu")
+        found = gpu_tests.run_tests(tmp_path, 30, marker="not gpu")
     finally:
         signal.signal(signal.SIGINT, before)
     assert found["passed"] == 2, found
     assert (found["failed"], found["open"]) == (0, ["hopper_forward"]), found
     assert found["not_done"] == 39
+
+
+@pytest.mark.thorough
+def test_what_passed_before_is_not_run_again(tmp_path: Path) -> None:
+    """Nor lost when pytest is killed, nor kept after a change of the sources."""
+    root, passed = checkout(), tmp_path / "out" / "passed.txt"
+    if root is None:
+        pytest.skip("tests lie in a checkout")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").write_text((root / "tests" / "conftest.py").read_text())
+    test = tmp_path / "tests" / "test_one.py"
+    test.write_text(
+        "import os, pytest, time\n"
+        "from pathlib import Path\n"
+        "def note(text):\n"
+        f"    with Path({str(tmp_path / 'ran')!r}).open('a') as file: file.write(text)\n"
+        "@pytest.fixture\n"
+        "def broken():\n"
+        "    yield\n"
+        "    assert Path('mended').exists()\n"
+        "@pytest.mark.parametrize('i', range(3))\n"
+        "def test_passes(i): note('p')\n"
+        "def test_after(broken): note('a')\n"
+        "@pytest.mark.judges('hopper_forward')\n"
+        "def test_kills():\n"
+        "    note('k')\n"
+        "    if Path('mended').exists(): return\n"
+        f"    while len(Path({str(passed)!r}).read_text().splitlines()) < 4: time.sleep(0.1)\n"
+        "    os.kill(os.getppid() if 'PYTEST_XDIST_WORKER' in os.environ else os.getpid(), 9)\n"
+    )
+
+    def run() -> dict:
+        gpu_tests.resume(passed, tmp_path, {"device": "h200"})
+        (tmp_path / "ran").write_text("")
+        found = gpu_tests.run_tests(tmp_path, 60, marker="not gpu", passed=passed)
+        return found | {"ran": "".join(sorted((tmp_path / "ran").read_text()))}
+
+    first = run()
+    assert (first["passed"], len(passed.read_text().splitlines())) == (0, 4), first["failures"]
+    (tmp_path / "mended").touch()
+    found = run()
+    assert (found["ran"], found["passed"], found["not_done"], found["failed"]) == ("ak", 5, 0, 0)
+    found = run()
+    assert (found["ran"], found["passed"], found["not_done"], found["failed"]) == ("", 5, 0, 0)
+    test.write_text(test.read_text() + "# another text\n")
+    gpu_tests.resume(passed, tmp_path, {"device": "h200"})
+    assert len(passed.read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
@@ -129,7 +179,7 @@ def test_a_kernel_is_sound_if_nothing_speaks_against_it() -> None:
 
 def test_no_kernel_is_sound_by_tests_that_did_not_run() -> None:
     assert verify.sound(outcome(passed=0), [], wanted.KERNELS) == []
-    assert verify.sound(outcome(failed=verify.STOP_AT), [], wanted.KERNELS) == []
+    assert verify.sound(outcome(failed=gpu_tests.STOP_AT), [], wanted.KERNELS) == []
 
 
 FWD, BWD, STEP = (f"sartor {mode} bfloat16 B1 H8 N128 D64 full" for mode in ("fwd", "bwd", "fwd_bwd"))
@@ -189,7 +239,7 @@ def test_only_what_was_judged_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     folder.mkdir()
     (folder / "evidence.json").write_text(json.dumps({"runs": [passed("old")]}))
 
-    def run_tests(root, limit_s, names, tell):
+    def run_tests(root, limit_s, names, tell, passed):
         asked.append(names)
         return outcome(*against, failed=len(against)) | {"modules": {}}
 
@@ -211,18 +261,31 @@ def test_only_what_was_judged_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert verify.verify(tmp_path, tmp_path, torch.device("cuda"), lambda text: None) == {}, "all passed"
 
 
-def test_every_kernel_has_tests_of_its_own_and_those_that_are_about_all() -> None:
-    """What `pytest -m gpu --kernels` collects here, where modules that need a GPU to be imported are left out."""
-    root, found = checkout(), {}
+def collected(tmp_path: Path, *names: str) -> dict[str, set[str]]:
+    """The tests of `pytest -m gpu --kernels`, and what each judges; modules that need a GPU to be imported are left
+    out."""
+    root, path = checkout(), tmp_path / "planned.json"
     if root is None:
         pytest.skip("tests lie in a checkout")
-    for names in (("triton_backward",), ("hopper_backward",), wanted.KERNELS):
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "--kernels", ",".join(names)]
-        done = subprocess.run([*command, "tests/gpu"], cwd=root, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        found[names] = set(re.findall(r"^tests/gpu/(\S+)\.py::(?:test_memory\[)?(\w*)", done.stdout, re.MULTILINE))
-    portable, hopper, every = ({module for module, _ in one} for one in found.values())
-    assert {"test_gpu_random", "test_gpu_packed", "test_gpu"} <= portable & hopper
-    assert "test_gpu_hopper_backward" in hopper - portable
-    assert "test_gpu_hopper_fp32" in every - hopper
-    assert "test_gpu_rungs" not in every, "rungs have evidence of their own"
+    which = ["--kernels", ",".join(names)] if names else []
+    command = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "--collect-only", "-q", *which, "tests/gpu"]
+    done = subprocess.run([*command, f"--planned={path}"], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    every = {name.removeprefix("tests.gpu."): about for name, about in json.loads(path.read_text()).items()}
+    return {name: set(wanted.KERNELS if about is None else about.split()) for name, about in every.items()}
+
+
+def test_every_kernel_has_tests_of_its_own_and_none_of_another(tmp_path: Path) -> None:
+    """A parameter `dtype` or `kernel` tells that a test cannot judge a kernel which does not take it."""
+    every = collected(tmp_path)
+    by = {kernel: {name for name, about in every.items() if kernel in about} for kernel in wanted.KERNELS}
+    assert set(collected(tmp_path, "hopper_backward")) == by["hopper_backward"]
+    for kernel in ("triton_backward", "hopper_backward", "fp32_backward"):
+        assert {"test_gpu_random", "test_gpu_packed", "test_gpu"} <= {name.split("::")[0] for name in by[kernel]}
+    assert any("test_gpu_hopper_backward" in name for name in by["hopper_backward"] - by["triton_backward"])
+    assert not any("torch.float16" in name for name in by["fp32_backward"])
+    assert not any("torch.float32" in name for name in by["hopper_backward"])
+    assert not any("auto" in name for name in by["triton_backward"] if name.startswith("test_gpu::"))
+    assert not any("test_gpu_rungs" in name for tests in by.values() for name in tests), (
+        "they have evidence of their own"
+    )

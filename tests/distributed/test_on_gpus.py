@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from cases import Case
 from test_context import FEATURES, check
 
+import judged
 from sartor.distributed.sharding import KINDS
 
 pytestmark = pytest.mark.gpu
@@ -51,11 +53,18 @@ def check_all(world, found):
             raise AssertionError(f"{case}: {error}") from error
 
 
+def of_their_dtype(name):
+    """Some cases of a dtype, and the kernels that may run it."""
+    (dtype,) = {getattr(torch, case.dtype) for case in BUDGETS[name]}
+    return pytest.param(BUDGETS[name], marks=pytest.mark.judges(*judged.by(dtype, dim=128)), id=name)
+
+
+@pytest.mark.judges
 @pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
 def test_float64(gpu_world, cases):
     check_all(gpu_world, cases)
 
 
-@pytest.mark.parametrize("cases", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize("cases", [of_their_dtype(name) for name in BUDGETS])
 def test_budgets(gpu_world, cases):
     check_all(gpu_world, cases)

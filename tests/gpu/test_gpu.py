@@ -209,20 +209,20 @@ def test_a_mask_means_what_it_says_in_python(name):
     verify(*inputs(), mask=mask)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_sinks_of_any_dtype_and_stride(dtype):
+@pytest.mark.parametrize("sinks_dtype", [BF16, FP16])
+def test_sinks_of_any_dtype_and_stride(sinks_dtype):
     q, k, v = inputs()
-    sinks = normal(4, 2, dtype=dtype)[:, 0]
+    sinks = normal(4, 2, dtype=sinks_dtype)[:, 0]
     plain = sinks.float().contiguous()
     assert equal(forward_and_gradients(q, k, v, sinks=sinks), forward_and_gradients(q, k, v, sinks=plain))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("bias_dtype", [BF16, FP32])
 @pytest.mark.parametrize(("sq", "skv", "d"), [(130, 208, 64), (200, 144, 128), (5, 272, 64)])
-def test_tensors_whose_rows_start_on_16_bytes(sq, skv, d, dtype):
+def test_tensors_whose_rows_start_on_16_bytes(sq, skv, d, bias_dtype):
     """Masks and biases that can be copied 16 bytes at a time, whole and broadcast."""
     q, k, v = inputs(sq=sq, skv=skv, d=d)
-    bias, mask = normal(2, 4, sq, skv, dtype=dtype), normal(1, 1, sq, skv, seed=4) > -0.5
+    bias, mask = normal(2, 4, sq, skv, dtype=bias_dtype), normal(1, 1, sq, skv, seed=4) > -0.5
     for options in ({"bias": bias}, {"mask": mask}, {"bias": bias[:1, :1], "mask": mask, "causal": True}):
         verify(q, k, v, **options)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import judged
 from sartor import nvrtc
 from sartor.device import Device
 from sartor.kernels.cuda.row import Row
@@ -23,7 +24,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "w"), CASES, ids=lambda value: str(value).replace(" ", "-"))
+def of_case(kernel, w):
+    about = judged.by(getattr(torch, w.dtype), kernel, w.dim)
+    return pytest.param(kernel, w, marks=pytest.mark.judges(*about), id=f"{kernel}-{w}".replace(" ", "-"))
+
+
+@pytest.mark.parametrize(("kernel", "w"), [of_case(*case) for case in CASES])
 def test_what_is_rehearsed_is_what_is_launched(kernel: str, w: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     empty = Inputs.without_data(w)

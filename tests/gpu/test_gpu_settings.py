@@ -14,7 +14,7 @@ import settings
 from sartor import ops
 from sartor.mods.recent import Recent
 
-pytestmark = [pytest.mark.gpu, pytest.mark.judges(*judged.NARROW)]
+pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
@@ -24,6 +24,7 @@ SETTINGS = settings.SETTINGS | {
     "default_device_cpu": settings.within(lambda: torch.device("cpu")),
 }
 COMPILED = settings.COMPILED | {"reduce_overhead": settings.compiled(mode="reduce-overhead", dynamic=False)}
+of_any_dtype, of_16_bits = (pytest.mark.judges(*judged.by(dtype, dim=64)) for dtype in (None, torch.bfloat16))
 
 
 @pytest.fixture
@@ -32,6 +33,7 @@ def plans(monkeypatch):
     monkeypatch.setattr(ops, "PREPARED", Recent(2048))
 
 
+@of_any_dtype
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -41,6 +43,7 @@ def test_setting(setting, call, dtype, plans):
     assert settings.same(found, settings.results(CALLS[call], leaves))
 
 
+@of_16_bits
 @pytest.mark.parametrize("first", ["compiled first", "eager first"])
 @pytest.mark.parametrize("call", ["full", "causal", "document", "packed", "cached"])
 @pytest.mark.parametrize("setting", COMPILED)
@@ -52,6 +55,7 @@ def test_compiled(setting, call, first, plans):
     assert settings.same(found, settings.results(CALLS[call], leaves))
 
 
+@of_16_bits
 @pytest.mark.parametrize("call", CALLS)
 def test_graph(call, plans):
     """Captured by hand, forward and backward, and replayed on other data."""
@@ -73,6 +77,7 @@ def test_graph(call, plans):
     assert settings.same(found, want)
 
 
+@of_16_bits
 @pytest.mark.parametrize("call", CALLS)
 def test_streams(call, plans):
     """Calls on many streams at once, the first of each included."""
@@ -89,6 +94,7 @@ def test_streams(call, plans):
     assert all(settings.same(f, want) for f in found)
 
 
+@of_16_bits
 @pytest.mark.parametrize("call", CALLS)
 def test_autocast(call):
     leaves = settings.inputs("cuda", torch.float32)
@@ -99,6 +105,7 @@ def test_autocast(call):
     assert {g.dtype for g in gradients} == {torch.float32}
 
 
+@of_any_dtype
 def test_a_module_with_a_mask_is_moved():
     layer, x = settings.Layer(), torch.randn(2, 20, 64)
     want = layer(x)
@@ -108,10 +115,12 @@ def test_a_module_with_a_mask_is_moved():
     assert torch.allclose(there.to("cpu")(x), want, rtol=1e-5)
 
 
+@of_any_dtype
 def test_data_parallel_modules(tmp_path):
     settings.data_parallel("cuda", "cpu:gloo,cuda:nccl", str(tmp_path / "store"))
 
 
+@of_16_bits
 def test_in_one_thread():
     """What docs/notes/host.md advises for loops of small steps."""
     leaves = settings.inputs("cuda", torch.bfloat16)
@@ -120,6 +129,7 @@ def test_in_one_thread():
     assert settings.same(found, settings.results(CALLS["causal"], leaves))
 
 
+@of_any_dtype
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_calls_of_q_k_and_v_have_pytorchs_node(layout, dtype, plans):

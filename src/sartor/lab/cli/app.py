@@ -281,7 +281,7 @@ def verify(
     only: Annotated[bool, typer.Option("--fingerprints-only", help="print them, run no test, write nothing")] = False,
     every: Annotated[bool, typer.Option("--all", help="every kernel, whatever has changed")] = False,
     kernels: Annotated[str, typer.Option(help="comma-separated; by default what changed since it passed")] = "",
-    limit: Annotated[float, typer.Option(help="seconds; kernels with tests that are not done stay open")] = 570.0,
+    limit: Annotated[float, typer.Option(help="seconds; tests that are not done are left to the next run")] = 570.0,
 ) -> None:
     """Run the GPU tests and accuracy rows of kernels that changed and write the evidence."""
     from sartor.lab.evidence import verify as verification
