@@ -18,6 +18,12 @@ from sartor import kernels
 
 BEFORE, PASSED = pytest.StashKey(), pytest.StashKey()  # names in the file `--passed`, and their items
 
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # each has another card for its first
+    cards = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    first = int(worker[2:]) % (len(cards) or 1)
+    if cards:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(cards[first:] + cards[:first]))
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     # At each call of a device function it lists what Triton's modules hold, a third of its time. Only a patch changes
     # what they hold, and a patch is of a name that was a built-in function before.

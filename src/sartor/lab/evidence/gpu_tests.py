@@ -18,6 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from sartor.lab.evidence import wanted
 
 STOP_AT = 20  # failures: what was not run by then is not known
@@ -62,7 +64,8 @@ def run_tests(
         command += [f"--passed={passed}"] if passed else []  # in one, or its folder is searched for a conftest.py
         command += ["--planned", str(planned)] if (root / "tests" / "conftest.py").is_file() else []
         if find_spec("xdist"):  # compiling takes most of the time, and it runs on the CPU
-            command += ["-n", str(min(14, os.cpu_count() or 1)), "--dist", "load", "--maxschedchunk", "1"]
+            processes = min(14 * (torch.cuda.device_count() or 1), (os.cpu_count() or 3) - 2)
+            command += ["-n", str(processes), "--dist", "load", "--maxschedchunk", "1"]
         said = _run(command, root, limit_s)
         if not xml.is_file():
             return _not_run(said[-2000:])
