@@ -22,7 +22,7 @@ import torch
 
 from sartor.lab.evidence import wanted
 
-STOP_AT = 20  # failures: what was not run by then is not known
+STOP_AT = 100  # failures: what was not run by then is not known
 # What is started in a shell's background ignores Ctrl-C, and so would its children
 PYTEST = """
 import signal, sys, pytest
