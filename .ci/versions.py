@@ -57,7 +57,12 @@ def why_not(python: str, found: tuple[str, float] | None, tested: set[tuple[str,
         return "tested already"
     if found[1] > SMALL:
         return f"skipped, as its wheel has {found[1]:.0f} MB, more than {SMALL}: a build for CUDA"
-    return "" if which(f"python{python}") else f"skipped, as there is no python{python}"
+    return "" if there(f"python{python}") else f"skipped, as there is no python{python}"
+
+
+def there(python: str) -> bool:
+    """Whether this command runs: what pyenv puts on the path for a Python that is not chosen ends with an error."""
+    return which(python) is not None and subprocess.run([python, "--version"], capture_output=True).returncode == 0
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """What an installed Sartor is: light to import, small, complete; and a README that is not stale."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -108,7 +109,7 @@ def test_ci_reads_what_pip_begins_to_fetch(versions: Any, line: str, found: Any)
 
 
 def test_ci_says_why_a_version_is_not_tested(versions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "which", lambda name: name if name == "python3.11" else None)
+    monkeypatch.setattr(versions, "there", lambda name: name == "python3.11")
     tested = {("3.11", "2.13.0")}
     assert "no wheel" in versions.why_not("3.14", None, tested)
     assert versions.why_not("3.11", ("2.13.0", 190.0), tested) == "tested already"
@@ -117,10 +118,20 @@ def test_ci_says_why_a_version_is_not_tested(versions: Any, monkeypatch: pytest.
     assert versions.why_not("3.11", ("2.9.1", 190.0), tested) == ""
 
 
+def test_ci_passes_over_a_command_that_does_not_run(versions: Any, tmp_path: Path, monkeypatch) -> None:
+    """As what pyenv puts on the path for every Python that it has."""
+    command = tmp_path / "python3.10"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for end, there in ((127, False), (0, True)):
+        command.write_text(f"#!/bin/sh\nexit {end}\n")
+        command.chmod(0o755)
+        assert versions.there("python3.10") is there
+
+
 def test_ci_tests_the_lowest_and_the_newest_torch_of_every_python(versions: Any, monkeypatch, capsys) -> None:
     """By `make test-torch`, where a small wheel and the Python are there; the rest is said."""
     asked, made = [], []
-    monkeypatch.setattr(versions, "which", lambda name: name)
+    monkeypatch.setattr(versions, "there", lambda name: True)
     monkeypatch.setattr(versions, "wheel", lambda *pair: asked.append(pair) or ("9.9", 190.0 + 400 * ("=" in pair[1])))
     monkeypatch.setattr(versions.subprocess, "run", lambda command, **more: made.append(command))
     versions.main()
