@@ -36,11 +36,16 @@ class LaunchError(RuntimeError):
 def library() -> Any:
     """The driver. Raises OSError where there is none."""
     found = ctypes.WinDLL("nvcuda") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")  # type: ignore[attr-defined]
-    integer, pointer = ctypes.c_uint, ctypes.c_void_p
-    found.cuLaunchKernelEx.argtypes = [pointer] * 4
-    encode = found.cuTensorMapEncodeTiled
-    encode.argtypes = [pointer, integer, integer, pointer, pointer, pointer, pointer, pointer, *[integer] * 4]
+    declare(found)
     return found
+
+
+def declare(library: Any) -> None:
+    """Say what the driver's functions take."""
+    integer, pointer = ctypes.c_uint, ctypes.c_void_p
+    library.cuLaunchKernelEx.argtypes = [pointer] * 4
+    encode = library.cuTensorMapEncodeTiled
+    encode.argtypes = [pointer, integer, integer, pointer, pointer, pointer, pointer, pointer, *[integer] * 4]
 
 
 def name_of(status: int) -> str:
@@ -87,6 +92,21 @@ class Step:
         """What its values' places depend on."""
         return self.letters, tuple(self.fixed), self.given
 
+    @property
+    def taken(self) -> dict[int, int]:
+        """The value that each parameter takes which is not fixed, both by their numbers."""
+        return _taken(*self.form)
+
+    def refused(self, why: str, grid: Grid | None = None) -> str:
+        """That the driver did not launch it, on another grid if one is given."""
+        shape = f"grid {grid or self.grid}, block {self.block}, {self.shared} bytes of shared memory"
+        return f"{self.name} ({shape}) did not launch: {why}"
+
+
+def _taken(letters: Sequence[str], fixed: tuple[int, ...], given: tuple[int, ...] | None) -> dict[int, int]:
+    changing = [i for i in range(len(letters)) if i not in fixed]
+    return dict(zip(changing, range(len(changing)) if given is None else given, strict=True))
+
 
 class _Config(ctypes.Structure):
     """CUlaunchConfig, without attributes."""
@@ -115,8 +135,7 @@ class _Layout(NamedTuple):
         found: dict[int, str] = {}
         takes = []
         for letters, fixed, given in forms:
-            changing = [i for i in range(len(letters)) if i not in fixed]
-            takes.append(dict(zip(changing, range(len(changing)) if given is None else given, strict=True)))
+            takes.append(_taken(letters, fixed, given))
             for i, place in takes[-1].items():
                 if found.setdefault(place, letters[i]) != letters[i]:
                     raise TypeError(f"value {place} cannot be taken as {letters[i]} and as {found[place]}")
@@ -148,7 +167,7 @@ class Frame:
         self.packer, split = layout.changing, layout.changing.size
         self.values = ctypes.create_string_buffer(split + layout.fixed.size)
         layout.fixed.pack_into(self.values, split, *[value for step in steps for value in step.fixed.values()])
-        begin = ctypes.addressof(self.values)
+        begin, self.places = ctypes.addressof(self.values), layout.places
         arrays = zip(layout.arrays, layout.places, strict=True)
         self.pointers = [array(*[begin + place for place in places]) for array, places in arrays]
         self.configs = [_Config(step.grid, (step.block, 1, 1), step.shared) for step in steps]
@@ -205,6 +224,4 @@ class Launches:
     def _refused(self, frame: Frame, config: int, status: int) -> str:
         """In words."""
         step = self.steps[[start[0] for start in frame.starts].index(config)]
-        grid = frame.grid if step is self.steps[0] else step.grid
-        shape = f"grid {grid}, block {step.block}, {step.shared} bytes of shared memory"
-        return f"{step.name} ({shape}) did not launch: {name_of(status)}"
+        return step.refused(name_of(status), frame.grid if step is self.steps[0] else None)

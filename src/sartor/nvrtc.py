@@ -323,6 +323,11 @@ class TensorMaps(dict[int, bytes]):
     ) -> None:
         self.operand, self.boxes = (dtype, sizes, strides), boxes
 
+    @property
+    def arguments(self) -> list[MapArguments]:
+        """What the driver is given of each, beside the map and the address."""
+        return [_map_arguments(*self.operand, *box) for box in self.boxes]
+
     def __missing__(self, address: int) -> bytes:
         if len(self) >= self.MOST:
             self.clear()
@@ -359,7 +364,7 @@ def tensor_map(
     return ctypes.string_at(start, 128)
 
 
-class _MapArguments(NamedTuple):
+class MapArguments(NamedTuple):
     """What cuTensorMapEncodeTiled takes beside the map and the address."""
 
     kind: int
@@ -370,10 +375,10 @@ class _MapArguments(NamedTuple):
 @lru_cache(maxsize=1024)
 def _map_arguments(
     dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
-) -> _MapArguments:
+) -> MapArguments:
     """They stay while addresses change, with every call of a training step."""
     rank, wide, narrow = len(sizes), ctypes.c_uint64, ctypes.c_uint32
     aligned = all(n % 32 == 0 for n in strides)  # where rows do not start on sectors, fetching more around them costs
     arrays = (wide * rank)(*sizes), (wide * len(strides))(*strides), (narrow * rank)(*box), (narrow * rank)(*[1] * rank)
     options = _INTERLEAVE_NONE, _SWIZZLES[swizzle], _PROMOTE_256B if aligned else _PROMOTE_64B, _ZEROS_BEYOND
-    return _MapArguments(_MAP_DTYPES[dtype], rank, (*arrays, *options))
+    return MapArguments(_MAP_DTYPES[dtype], rank, (*arrays, *options))

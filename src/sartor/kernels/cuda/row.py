@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from sartor import driver
 from sartor.nvrtc import Kernel
+from sartor.replay.lists import Launched, Made, Replayed, launcher
 
 
 class Part(NamedTuple):
@@ -20,34 +21,40 @@ class Part(NamedTuple):
 
 
 class Row:
-    """The launches of one call.
+    """The launches of one call, replayed in C where that can be.
 
     Args:
-        names: of the values that change with each call, in the order in which `start` takes them.
+        names: of the addresses that change with each call, in the order in which `start` takes them.
+        made: by name, the values that are made of these.
         parts: the launches.
         more: launches of others' that follow, which take the same values by their places.
     """
 
-    def __init__(self, names: Sequence[str], parts: Sequence[Part], more: Sequence[driver.Step] = ()) -> None:
-        self.names, self.parts, self.more = list(names), list(parts), more
+    def __init__(
+        self, names: Sequence[str], made: Mapping[str, Made], parts: Sequence[Part], more: Sequence[driver.Step] = ()
+    ) -> None:
+        self.given, self.made, self.parts, self.more = len(names), made, list(parts), more
+        self.names = [*names, *made]
         for kernel, _, takes in parts:
-            if takes.keys() != set(kernel.changing) or not set(takes.values()) <= set(names):
-                raise TypeError(f"{kernel.name} takes {', '.join(kernel.changing)}, got {takes} of {', '.join(names)}")
-        self._launches: dict[int, driver.Launches] = {}  # by device
+            if takes.keys() != set(kernel.changing) or not set(takes.values()) <= set(self.names):
+                all_names = ", ".join(self.names)
+                raise TypeError(f"{kernel.name} takes {', '.join(kernel.changing)}, got {takes} of {all_names}")
+        self._launchers: dict[int, Replayed | Launched] = {}  # by device
 
-    def start(self, values: Sequence[Any]) -> None:
+    def start(self, addresses: Sequence[int]) -> None:
         """Launch on torch's current stream. Raises LaunchError with the driver's reason."""
         device = torch._C._cuda_getDevice()
-        launches = self._launches.get(device) or self._on(device)
-        launches.start(values, torch._C._cuda_getCurrentRawStream(device))
+        found = self._launchers.get(device) or self._on(device)
+        found.start(addresses, torch._C._cuda_getCurrentRawStream(device))
 
-    def _on(self, device: int) -> driver.Launches:
+    def _on(self, device: int) -> Replayed | Launched:
         at = {name: i for i, name in enumerate(self.names)}
         steps = [k.step(device, (n, 1, 1), tuple([at[takes[x]] for x in k.changing])) for k, n, takes in self.parts]
-        found = self._launches[device] = driver.Launches(*steps, *self.more, count=len(self.names))
+        found = self._launchers[device] = launcher([*steps, *self.more], self.given, [*self.made.values()])
         return found
 
-    def named(self, values: Sequence[Any]) -> list[tuple[Kernel, int, dict[str, Any]]]:
+    def named(self, addresses: Sequence[int]) -> list[tuple[Kernel, int, dict[str, Any]]]:
         """Kernel, grid and values by name of each launch that `start` makes of `parts`."""
+        values = [*addresses, *[one.of(addresses) for one in self.made.values()]]
         found = dict(zip(self.names, values, strict=True))
         return [(k, grid, {name: found[of] for name, of in takes.items()}) for k, grid, takes in self.parts]

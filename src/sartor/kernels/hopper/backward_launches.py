@@ -22,6 +22,7 @@ from sartor.kernels.spec import Gradients, Operands, Plan, Saved
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import dense_like, heads, padded_rows, rows
 from sartor.problem import Problem, is_copied, rows_on_16_bytes
+from sartor.replay.lists import At, Made, Mapped
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -203,8 +204,7 @@ class Ready:
     key: object  # under which the plan keeps the launches of Triton
     room: Room
     space: torch.Tensor  # one number, expanded to all that is in the room: `empty_like` parses less than `empty`
-    row: Row  # takes what CALL says, what is in the room, tensors among aux, maps
-    maps: list[tuple[int, nvrtc.TensorMaps]]  # with the place of the address that each is of
+    row: Row  # takes what CALL says, the room, tensors among aux
     tensors: bool  # whether there are tensors among the aux values
     near: tuple[int, ...]  # those that one sweep reads for every pair
     untidy: tuple[bool, bool]  # whether dout and out are copied
@@ -227,15 +227,16 @@ class Ready:
             *CALL,
             *["sinks"] * reads_sinks(p),
             *["dbias"] * (p.bias_shape is not None),
-            *space.places,
+            "room",
             *([] if x.seed is None else ["seed"]),
             *expressions.of_tensors(x.aux),
         ]
-        maps = [(f"{at} of {i}", s.tensors[at], made) for i, s in enumerate(steps) for at, made in s.maps.items()]
+        made: dict[str, Made] = {name: At(names.index("room"), place) for name, place in space.places.items()}
+        for i, step in enumerate(steps):
+            made |= {f"{at} of {i}": Mapped(names.index(step.tensors[at]), maps) for at, maps in step.maps.items()}
         return cls(
             p, key, space, host.like((space.length,), x.q.device),
-            Row([*names, *(name for name, _, _ in maps)], [s.part(i) for i, s in enumerate(steps)]),
-            [(names.index(tensor), made) for _, tensor, made in maps], bool(expressions.of_tensors(x.aux)), near(p),
+            Row(names, made, [s.part(i) for i, s in enumerate(steps)]), bool(expressions.of_tensors(x.aux)), near(p),
             untidy, all(torch.empty_like(t).stride(3) == 1 for t in (x.q, x.k, x.v)),
         )  # fmt: skip
 
@@ -245,7 +246,7 @@ class Ready:
         x = unexpanded(x, self.near) if self.near else x
         q, k, v, new = x.q, x.k, x.v, torch.empty_like if self.dense else dense_like
         room, dq, dk, dv = torch.empty_like(self.space), new(q), new(k), new(v)  # calls may overlap: each has its room
-        values: list[Any] = [
+        values = [
             q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), out.data_ptr(), lse.data_ptr(),
             0 if dlse is None else dlse.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
         ]  # fmt: skip
@@ -254,13 +255,11 @@ class Ready:
         dbias = None if self.problem.bias_shape is None else empty_bias(self.problem, q.device)
         if dbias is not None:
             values.append(dbias.data_ptr())
-        start = room.data_ptr()
-        values += [start + place for place in self.room.places.values()]
+        values.append(room.data_ptr())
         if x.seed is not None:
             values.append(x.seed.data_ptr())
         if self.tensors:
             values += [t.data_ptr() for t in x.aux if isinstance(t, torch.Tensor)]
-        values += [maps[values[i]] for i, maps in self.maps]
         if self.whole is not None and not direct.hooked():
             self.whole.start(values)
         else:
@@ -324,7 +323,8 @@ class Ready:
         for i, value in enumerate(x.aux):
             if isinstance(value, torch.Tensor):
                 places["aux", i, 0] = names.index(f"a{i}")
-        return Row(names, self.row.parts, [repair.among(places) for repair in repairs])
+        given, more = names[: self.row.given], [repair.among(places) for repair in repairs]
+        return Row(given, self.row.made, self.row.parts, more)
 
 
 def tidy(p: Problem, dout: torch.Tensor) -> torch.Tensor:

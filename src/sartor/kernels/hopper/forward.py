@@ -29,6 +29,7 @@ from sartor.kernels.hopper.schedule import Schedule
 from sartor.kernels.spec import KernelSpec, Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
 from sartor.problem import Problem, rows_on_16_bytes
+from sartor.replay.lists import At, Made, Mapped, Record
 
 PARAMS = Params(
     "hopper_forward",
@@ -392,13 +393,11 @@ class Ready:
     """The compiled kernel with what does not change between calls of one key."""
 
     problem: Problem
-    row: Row  # takes q_map, k_map, v_map, out, lse, sinks, and of these what there is: out_map, inputs, work, ...
+    row: Row  # takes q, k, v, out, lse, sinks, and of these what there is: work, room, seed, tensors among aux
     pads: bool  # whether q, k or v may have to be padded
-    tensors: bool  # whether there are tensors among the aux values, whose addresses come last
-    strides: tuple[int, ...]  # of q, k, v, where rows may need repair: batch, head, row
+    tensors: bool  # whether there are tensors among the aux values
+    masked: bool  # whether rows may need repair, for which there are `marks`
     marks: int
-    maps: tuple[nvrtc.TensorMaps, ...]  # of q, k, v
-    out_maps: nvrtc.TensorMaps | None  # of a warp's rows of out, if the copy engine stores them
     lse: torch.Tensor  # one number, expanded to lse's shape: `empty_like` parses less than `empty`
     merge: Merge | None  # of several KV splits
 
@@ -426,13 +425,25 @@ class Ready:
         fixed |= listed.arguments if listed is not None else {}
         width, last, width_v = m.widths
         slice_, tile = (m.rows, 64 // m.rows), (m.block_n, 1)
+        names = _names(p, x, merge)
+        at = {name: i for i, name in enumerate(names)}
+        made: dict[str, Made] = {
+            "q_map": Mapped(at["q"], host.maps(q, slice_, width, last)),
+            "k_map": Mapped(at["k"], host.maps(k, tile, width, last)),
+            "v_map": Mapped(at["v"], host.maps(v, tile, width_v)),
+        }
+        if m.staged:  # a warp's rows are stored by the copy engine
+            made["out_map"] = Mapped(at["out"], host.maps(out, (16, 1), width_v))
+        if masked:
+            of = [x for t in (q, k, v) for x in (0, *launch.strides(t))]
+            made["inputs"] = Record(INPUTS.pack(*of), tuple((INPUTS.size // 3 * at[name], at[name]) for name in "qkv"))
+        if merge is not None:
+            made |= {"outs": At(at["room"], 0), "sums": At(at["room"], merge.sums)}
+        first = _part(binary, m, fixed, min(assigned.tiles, sms), [*names, *made])
+        row = Row(names, made, [first] if merge is None else [first, merge.part])
         return cls(
-            p, _row(binary, m, x, fixed, min(assigned.tiles, sms), merge), pads,
-            bool(expressions.of_tensors(x.aux)), sum((launch.strides(t) for t in (q, k, v)), ()) if masked else (),
-            m.marks * m.tile.num_splits,
-            (host.maps(q, slice_, width, last), host.maps(k, tile, width, last), host.maps(v, tile, width_v)),
-            host.maps(out, (16, 1), width_v) if m.staged else None,
-            host.like((p.batch, p.heads_q, p.seqlen_q), q.device), merge,
+            p, row, pads, bool(expressions.of_tensors(x.aux)), masked,
+            m.marks * m.tile.num_splits, host.like((p.batch, p.heads_q, p.seqlen_q), q.device), merge,
         )  # fmt: skip
 
     def run(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -442,21 +453,15 @@ class Ready:
             q, k, v = _padded(q), _padded(k), _padded(v)
         out = torch.empty_like(x.q) if p.out_like_q else allocate_out(p, x.q, x.layout)
         lse = torch.empty_like(self.lse) if x.lse else None
-        at_q, at_k, at_v, at_out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        maps_q, maps_k, maps_v = self.maps
-        values: list[Any] = [
-            maps_q[at_q], maps_k[at_k], maps_v[at_v], at_out, 0 if lse is None else lse.data_ptr(),
+        values = [
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
             0 if x.sinks is None else x.sinks.data_ptr(),
         ]  # fmt: skip
-        if self.out_maps is not None:
-            values.append(self.out_maps[at_out])
-        if self.strides:
-            of = self.strides
-            work = host.workspace(q.device, self.marks)
-            values += INPUTS.pack(at_q, *of[:3], at_k, *of[3:6], at_v, *of[6:]), work.data_ptr()
-        if self.merge is not None:
-            room = torch.empty_like(self.merge.size)
-            values += room.data_ptr(), room.data_ptr() + self.merge.sums
+        if self.masked:
+            values.append(host.workspace(q.device, self.marks).data_ptr())
+        room = None if self.merge is None else torch.empty_like(self.merge.size)
+        if room is not None:
+            values.append(room.data_ptr())
         if x.seed is not None:
             values.append(x.seed.data_ptr())
         if self.tensors:
@@ -465,24 +470,23 @@ class Ready:
         return out, lse
 
 
-def _row(
-    binary: nvrtc.Binary, m: Config, x: Operands, fixed: dict[str, Any], grid: int, merge: Merge | None
-) -> Row:  # fmt: skip
-    """The launches, and the names of what `Ready.run` gives them, in its order."""
-    p, tensors = m.p, expressions.of_tensors(x.aux)
-    names = ["q_map", "k_map", "v_map", "out", "lse", "sinks"]
-    names += ["out_map"] if m.staged else []
-    names += ["inputs", "work"] if p.program.keep is not None else []
-    names += ["outs", "sums"] if merge is not None else []
-    names += ["seed"] if p.dropout_p else []
-    names += tensors
-    fixed = {name: value for name, value in fixed.items() if name not in tensors}
-    fixed |= {name: none for name, none in {"out_map": b"", "inputs": b"", "work": 0}.items() if name not in names}
-    taken = expressions.passed(m.params, p.program)
+def _names(p: Problem, x: Operands, merge: Merge | None) -> list[str]:
+    """Of the addresses that `Ready.run` gives, in its order."""
+    return [
+        "q", "k", "v", "out", "lse", "sinks", *["work"] * (p.program.keep is not None), *["room"] * (merge is not None),
+        *["seed"] * bool(p.dropout_p), *expressions.of_tensors(x.aux),
+    ]  # fmt: skip
+
+
+def _part(binary: nvrtc.Binary, m: Config, fixed: dict[str, Any], grid: int, names: Iterable[str]) -> Part:
+    """The launch, of which each call gives these values."""
+    given = set(names)
+    fixed = {"out_map": b"", "inputs": b"", "work": 0} | fixed
+    taken = expressions.passed(m.params, m.p.program)
+    fixed = {name: value for name, value in fixed.items() if name not in given}
     kernel = nvrtc.Kernel(binary, taken, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
-    takes = {name: name for name in kernel.changing} | ({} if merge is None else {"out": "outs", "lse": "sums"})
-    parts = [Part(kernel, grid, takes)]
-    return Row(names, parts if merge is None else [*parts, merge.part])
+    takes = {name: name for name in kernel.changing}
+    return Part(kernel, grid, takes | ({"out": "outs", "lse": "sums"} if m.split else {}))
 
 
 SPEC = HopperForward()
