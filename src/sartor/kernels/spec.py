@@ -110,6 +110,13 @@ class KernelSpec:
         """Shared memory that a block takes, of the launch that takes most; None where the kernel does not say."""
         return None
 
+    def again(self, plan: Plan, *data: Any) -> Callable[..., Any] | None:
+        """After a run with this data, what does the same for tensors that lie as q, k, v do, and in a backward dout and
+        the saved ones, in the layout of the call; None where a call needs more. It may give back None itself, of a call
+        that is to run as the first did. Of a forward it takes q, k, v and whether lse is wanted; of a backward dout, q,
+        k, v, out and lse."""
+        return None
+
     def notes(self, p: Problem) -> Iterable[str]:
         """What there is to say of a plan besides, in sentences."""
         return ()

@@ -102,6 +102,11 @@ def capturing(device: torch.device) -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+def current(device: torch.device) -> bool:
+    """Whether launches would be on this device: torch's current one. Tests have none."""
+    return device.index == torch._C._cuda_getDevice() or device.type != "cuda"
+
+
 def like(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """A float32 tensor for `empty_like`, which parses fewer arguments than `empty`: one number a device, expanded."""
     return _one(device).expand(shape)

@@ -10,7 +10,7 @@ dim 128 registers hold one gradient: dk and dv are two launches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -88,6 +88,11 @@ class HopperBackward(TritonBackward):
             if not (host.capturing(x.q.device) and listed(plan.problem)):  # when no list is made
                 plan.cache["hopper", key] = ready
         return ready.run(plan, x, saved)  # type: ignore[no-any-return]
+
+    def again(self, plan: Plan, *data: Any) -> Callable[..., Any] | None:
+        """See `KernelSpec`."""
+        ready: Any = plan.cache.get(("hopper", launch.key(data[1])))
+        return ready.again if ready is not None and ready.alone else None
 
     def ready(self, plan: Plan, x: Operands, saved: Saved, key: object) -> Ready:
         """The launches of calls with this key."""

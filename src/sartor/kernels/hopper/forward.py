@@ -6,7 +6,7 @@ marked, and computed again with care at the end (`repair.cuh`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from struct import Struct
@@ -109,6 +109,11 @@ class HopperForward(KernelSpec):
         if ready is None:
             ready = self.ready(plan, x)
         return ready.run(x)  # type: ignore[no-any-return]
+
+    def again(self, plan: Plan, *data: Any) -> Callable[..., Any] | None:
+        """See `KernelSpec`."""
+        ready: Any = plan.cache.get(data[0].layout)
+        return ready.again if ready is not None and ready.alone else None
 
     def ready(self, plan: Plan, x: Operands) -> Ready:
         """The launches of a plan: over a list of key tiles, where there is to be one. While a graph is captured none is
@@ -466,6 +471,23 @@ class Ready:
             values.append(x.seed.data_ptr())
         if self.tensors:
             values += [t.data_ptr() for t in x.aux if isinstance(t, torch.Tensor)]
+        self.row.start(values)
+        return out, lse
+
+    @property
+    def alone(self) -> bool:
+        """Whether a call takes q, k and v as they are and nothing else."""
+        p = self.problem
+        return p.out_like_q and not (self.pads or self.tensors or self.merge or p.sinks or p.dropout_p)
+
+    def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool) -> Any:
+        """out and lse, where `alone`; None where they are not on the current device."""
+        if not host.current(self.lse.device):
+            return None
+        out, lse = torch.empty_like(q), torch.empty_like(self.lse) if wants_lse else None
+        values = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0]
+        if self.masked:
+            values.append(host.workspace(self.lse.device, self.marks).data_ptr())
         self.row.start(values)
         return out, lse
 
