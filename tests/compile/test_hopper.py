@@ -17,7 +17,6 @@ from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.hopper.forward import Config, compiled
 from sartor.kernels.spec import Plan, Tile
-from sartor.lab.measure import ablation
 from sartor.plan import choose
 from sartor.problem import Call, Problem
 
@@ -134,17 +133,6 @@ def test_lists_of_key_tiles(dim, groups, name):
     assert binary.resources["hopper_forward"].spill_bytes == 0
     assert SPEC.config(p, tile).shared_bytes <= DEVICE.smem_bytes
     assert SPEC.listed(replace(p, program=problem(dim, causal=True).program), tile) is None
-
-
-@pytest.mark.parametrize("name", sample(ablation.CHANGES, ["q-shared", "whole", "all-heads"].__contains__))
-def test_changes_of_the_ablation(name):
-    """Each compiles without spills and fits; all but one, which is a number, are other machine code."""
-    dim = 128 if name == "q-shared" else 80  # queries in registers; in shared memory, with a narrower last copy
-    p = replace(problem(dim, heads=(16, 16), lengths=(4096, 4096), causal=name != "whole"), batch=8)
-    changed = ablation.plan(name, p, DEVICE)
-    assert changed.shared_bytes <= DEVICE.smem_bytes
-    same = check(p, changed.tile, changed.kernel).cubin == SPEC.compile(p, choose(p, DEVICE).tile).cubin
-    assert same == (name == "all-heads")
 
 
 @pytest.mark.parametrize("dim", sample([64, 128, 256], lambda dim: dim == 64))

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sartor.lab.measure import models, outside, overlap, profile, scaling, steps
+from sartor.lab.workloads import suites
+
 ROOT = Path(__file__).parents[2]
 PAGES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -15,6 +18,9 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MOST_LINES = {"README.md": 150, "docs/design.md": 200}
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$|^ {4}.*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+SUITES = re.compile(
+    r"[sS]uites?:? (`[\w-]+`(?:(?:,| and|, and|\sor) `[\w-]+`)*)|--suite ([\w-]+)|sartor:report \w+/([\w-]+)/"
+)
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)]*))?\)")
 
 
@@ -59,3 +65,16 @@ def test_is_short(name: str) -> None:
 def test_no_file_holds_both_sides_of_a_merge() -> None:
     tracked = subprocess.run(["git", "grep", "-lE", r"^(<{7}|>{7}) "], cwd=ROOT, capture_output=True, check=False)
     assert tracked.returncode == 128 or tracked.stdout.decode() == "", "128: a copy without its history"
+
+
+def test_suites_that_pages_name_exist() -> None:
+    """Those of benchmarks/suites, and those that a command of their own records; and each record is of one."""
+    own = {part.SUITE for part in (models, outside, overlap, profile, scaling, steps)} | {"distributed"}
+    known, named = {*suites.available(), *own}, dict[str, str]()
+    for page in [*PAGES, ROOT / "benchmarks" / "README.md"]:
+        for told, flag, marker in SUITES.findall(page.read_text(encoding="utf-8")):
+            of = re.findall(r"[\w-]+", told) if told else [flag or marker]
+            named |= {name: page.name for name in of if name not in ("and", "or")}
+    assert {"paper", "profile", "ladder"} <= named.keys() | own
+    assert {name: page for name, page in named.items() if name not in known} == {}
+    assert {f.stem for f in (ROOT / "benchmarks" / "results").rglob("*.jsonl")} - known == set()

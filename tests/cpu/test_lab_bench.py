@@ -12,10 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sartor.device import ARCHITECTURES
 from sartor.lab.evidence.evidence import Evidence
 from sartor.lab.ladder import catalogue as ladder
-from sartor.lab.measure import ablation, accuracy, contention, fresh, providers, records, roofline, timing
+from sartor.lab.measure import accuracy, contention, fresh, providers, records, roofline, timing
 from sartor.lab.measure.accuracy import Judge
 from sartor.lab.measure.bench import Session
 from sartor.lab.measure.fingerprint import key as case
@@ -26,7 +25,6 @@ from sartor.lab.show import climb, report, tables, views
 from sartor.lab.workloads import suites
 from sartor.lab.workloads.suites import Suite
 from sartor.lab.workloads.workload import Inputs, Workload
-from sartor.problem import Call, Problem
 
 CPU = torch.device("cpu")
 MASKS = ["full", "causal", "window8", "document3", "tensor", "bias", "prefix20", "causal+alibi"]
@@ -390,25 +388,6 @@ def test_as_many_heads_are_judged_as_are_short(heads, n, mode, gpu) -> None:
     w = Workload(1, *heads, n, n, 64, 64, "float32", "full", mode)
     assert accuracy.judged(w, torch.device("cuda")) == gpu
     assert accuracy.judged(w, CPU)[1] == 1
-
-
-def test_changes_are_shares_of_the_time_without_them() -> None:
-    found = [record(provider=name, ms=ms) for name, ms in (("sartor", 2.0), ("changed:turns", 2.1))]
-    table = tables.changes(found, {"changed:turns": "no turns", "changed:static": "in order"})
-    assert (table.headers, table.rows) == (["turns"], [["1.05"]])
-    assert table.notes == ["turns: no turns."]
-
-
-def test_a_change_without_effect_says_so() -> None:
-    device = ARCHITECTURES[90]
-    q = torch.empty((1, 256, 4, 128), dtype=torch.bfloat16, device="meta")
-    full = replace(Problem.of(Call(q, q, q)), device="cuda")
-    with pytest.raises(ValueError, match="any-mask: makes no difference here"):
-        ablation.plan("any-mask", full, device)
-    with pytest.raises(ValueError, match="a change of hopper_forward, got blocked"):
-        ablation.plan("turns", replace(full, kernel="blocked"), device)
-    with pytest.raises(ValueError, match="must be one of turns, "):
-        providers.get("changed:spin")
 
 
 def test_errors_are_told_result_by_result() -> None:

@@ -23,7 +23,7 @@ ENVIRONMENT = {"device": "h200", "driver": "", "cuda": "", "torch": "", "triton"
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> dict[str, Found]:
     """Fingerprints of today, of one suite."""
-    found = {key("sartor", w): Found(PLAN, "of today") for w, _ in suites.load("turns").cases}
+    found = {key("sartor", w): Found(PLAN, "of today") for w, _ in suites.load("lengths").cases}
     monkeypatch.setattr(refresh, "present", lambda tell: found)
     return found
 
@@ -32,7 +32,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> dict[str, Found]:
 def folder(tmp_path: Path, now: dict[str, Found]) -> Path:
     """Of a device on which all of them passed, and one suite was measured."""
     (tmp_path / "evidence.json").write_text(json.dumps({"runs": [{"fingerprints": now, "seconds": 300.0}]}))
-    write(tmp_path, suites.load("turns").cases)
+    write(tmp_path, suites.load("lengths").cases)
     return tmp_path
 
 
@@ -41,21 +41,21 @@ def write(folder: Path, cases, **changed) -> None:
     lines = []
     for i, (w, who) in enumerate(cases):
         for name in who:
-            r = Record("a", "turns", name, **asdict(w), **ENVIRONMENT, time=f"2026-01-01T00:00:{i:02d}Z")
+            r = Record("a", "lengths", name, **asdict(w), **ENVIRONMENT, time=f"2026-01-01T00:00:{i:02d}Z")
             lines.append(replace(r, **(plan if name == "sartor" else {})).to_json() + "\n")
-    (folder / "turns.jsonl").write_text("".join(lines))
+    (folder / "lengths.jsonl").write_text("".join(lines))
 
 
 def commands(folder: Path) -> dict[str, float]:
     return {str(stage): stage.seconds for stage in refresh.stages(folder, rounds=3)}
 
 
-TURNS = "sartor bench --suite turns --modes fwd --rounds 3 --record"
+LENGTHS = "sartor bench --suite lengths --modes fwd --rounds 3 --record"
 
 
 def test_what_was_never_measured_is_named(folder: Path) -> None:
     found = commands(folder)
-    assert TURNS not in found
+    assert LENGTHS not in found
     assert not any("verify" in command for command in found)
     assert found["sartor bench --suite first --modes bwd --rounds 3 --record"] == refresh.UNKNOWN_S
     assert "sartor ladder --rounds 3 --record" in found
@@ -63,24 +63,24 @@ def test_what_was_never_measured_is_named(folder: Path) -> None:
 
 
 def test_other_sources_and_missing_workloads_are_stale(folder: Path) -> None:
-    cases = suites.load("turns").cases
+    cases = suites.load("lengths").cases
     write(folder, cases[: len(cases) // 2])
-    assert TURNS in commands(folder)
+    assert LENGTHS in commands(folder)
     write(folder, cases, fingerprint="of yesterday")
-    assert TURNS in commands(folder)
+    assert LENGTHS in commands(folder)
     evidence = json.loads((folder / "evidence.json").read_text())
     evidence["runs"][0]["fingerprints"][key("sartor", cases[0][0])][1] = (
         "of yesterday"  # as after a change: neither is of today
     )
     (folder / "evidence.json").write_text(json.dumps(evidence))
     assert next(iter(commands(folder))) == "sartor verify --kernels hopper_forward"
-    assert TURNS in commands(folder)
+    assert LENGTHS in commands(folder)
 
 
 def test_seconds_follow_rounds_and_what_ran(folder: Path) -> None:
-    """Turns of 40 ms that count, without a lead in suite `turns`; two calls in turn where one is longer than that."""
-    suite = suites.load("turns")
-    (w, who), known = suite.cases[0], store.read(folder / "turns.jsonl")[: len(suite.cases[0][1])]
+    """Turns of 40 ms that count, here without a lead; two calls in turn where one is longer than that."""
+    suite = replace(suites.load("lengths"), lead_ms=0.0, rounds=None)
+    (w, who), known = suite.cases[0], store.read(folder / "lengths.jsonl")[: len(suite.cases[0][1])]
 
     def seconds(*ms: float | None, rounds: tuple[str, ...] = ("--rounds", "5")) -> float:
         for r, given in zip(known, ms, strict=True):
@@ -88,11 +88,11 @@ def test_seconds_follow_rounds_and_what_ran(folder: Path) -> None:
         others = refresh.START_S + refresh.ROW_S + refresh.ahead.seconds([(w, who)])
         return refresh._seconds(suite, ((w, who),), known, rounds) - others
 
-    assert len(who) == 4
-    assert seconds(10.0, 10.0, 10.0, 10.0) == pytest.approx(5 * 4 * 0.04)
-    assert seconds(10.0, None, None, 500.0) == pytest.approx(5 * (0.04 + 0.5))
-    assert seconds(10.0, 10.0, 10.0, 10.0, rounds=()) == pytest.approx(8 * 4 * 0.04)
-    assert seconds(None, None, None, None) == 0.0
+    assert len(who) == 6
+    assert seconds(*[10.0] * 6) == pytest.approx(5 * 6 * 0.04)
+    assert seconds(10.0, *[None] * 4, 500.0) == pytest.approx(5 * (0.04 + 0.5))
+    assert seconds(*[10.0] * 6, rounds=()) == pytest.approx(6 * 6 * 0.04)
+    assert seconds(*[None] * 6) == 0.0
     assert refresh._unknown_ms(w, "sartor") == refresh.UNKNOWN_MS
     assert refresh._unknown_ms(replace(w, mask="softcap30"), "sdpa") is None
 
@@ -102,15 +102,15 @@ def test_stages_are_chosen_by_name(folder: Path) -> None:
     names = [stage.name for stage in refresh.chosen(every, ["ladder", "paper:bwd", "head-dims", "paper:bwd"])]
     assert names[:2] == ["ladder", "paper:bwd"]
     assert sorted(names[2:]) == ["head-dims:bwd", "head-dims:fwd"]
-    with pytest.raises(ValueError, match=r"--only must be one of .*paper:fwd.*, got 'turns'"):  # of today
-        refresh.chosen(every, ["turns"])
+    with pytest.raises(ValueError, match=r"--only must be one of .*paper:fwd.*, got 'lengths'"):  # of today
+        refresh.chosen(every, ["lengths"])
 
 
 def test_what_fits_is_compiled_ahead_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, said = [], list[str]()
     monkeypatch.setattr(refresh.ahead, "prepare", lambda work, *_, **__: asked.append(list(work)) or 2)
     monkeypatch.setattr(refresh, "_kept", lambda stage, limit_s: "")
-    a, b, c = suites.load("turns").cases[:3]
+    a, b, c = suites.load("lengths").cases[:3]
     left = [Stage(("a",), Path(), 60.0, (a,)), Stage(("b",), Path(), 50.0, (b,)), Stage(("c",), Path(), 30.0, (c,))]
     assert refresh.run(left, 100.0, said.append)
     assert asked == [[a, c]], "not of the second, for which there will be no time"
@@ -129,7 +129,7 @@ def test_without_a_gpu_it_only_lists(now: dict[str, Found]) -> None:
 
 def test_commands_run_within_the_limit(tmp_path: Path) -> None:
     """What fails leaves the file as it was; what would take too long is left out, and said to be."""
-    file, said = tmp_path / "turns.jsonl", list[str]()
+    file, said = tmp_path / "lengths.jsonl", list[str]()
     file.write_text("as it was")
     wanted = [Stage(("--version",), file, 20.0), Stage(("nothing",), file, 20.0), Stage(("doctor",), file, 500.0)]
     assert not refresh.run(wanted, 120.0, said.append)

@@ -22,13 +22,13 @@ import torch
 from sartor import cache as disk
 from sartor.device import Device
 from sartor.lab.ladder import catalogue as ladder
-from sartor.lab.measure import ablation, fingerprint, providers
+from sartor.lab.measure import fingerprint, providers
 from sartor.lab.measure.fingerprint import Case
 from sartor.lab.measure.fresh import CACHES
 from sartor.lab.measure.timing import synchronize
 from sartor.lab.workloads.workload import Inputs, Workload
 
-COMPILED = ("sartor", "sartor-varlen", "sartor-kvcache", "sartor-kvcache-new", "tf32", "rung", "flex", ablation.FAMILY)
+COMPILED = ("sartor", "sartor-varlen", "sartor-kvcache", "sartor-kvcache-new", "tf32", "rung", "flex")
 MOST_PROCESSES = 12  # each holds a context and a workload's tensors on the GPU
 WORTH = 6  # groups of calls from which on the start of the processes is made up for
 START_S, GROUP_S = 8.0, 4.0  # about what it takes: of the processes' start, and of a group of calls

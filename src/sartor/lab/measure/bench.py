@@ -13,7 +13,7 @@ import torch
 
 from sartor.device import Device
 from sartor.lab.ladder import catalogue as ladder
-from sartor.lab.measure import ablation, accuracy, ahead, fingerprint, fresh, providers, roofline, unseen
+from sartor.lab.measure import accuracy, ahead, fingerprint, fresh, providers, roofline, unseen
 from sartor.lab.measure.contention import Contention
 from sartor.lab.measure.memory import peak_mib
 from sartor.lab.measure.planned import plan_of
@@ -149,7 +149,7 @@ def describe(record: Record, w: Workload, x: Inputs) -> None:
     if record.base_provider == "rung":
         rung = ladder.find(record.provider.removeprefix("rung:"))
         record.plan = rung.plan(w, Device.of(x.q.device))
-    if record.base_provider not in ("sartor", ablation.FAMILY):
+    if record.base_provider != "sartor":
         return
     plan = plan_of(record.provider, w, x)
     if plan is not None:

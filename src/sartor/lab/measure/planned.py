@@ -5,17 +5,15 @@ from __future__ import annotations
 import sartor
 from sartor.device import Device
 from sartor.kernels.spec import Plan
-from sartor.lab.measure import ablation, providers
+from sartor.lab.measure import providers
 from sartor.lab.workloads.workload import Inputs, Workload
 
 
 def planned(provider: str, w: Workload, x: Inputs, device: Device | None = None) -> tuple[Plan | None, Plan | None]:
-    """Forward and backward of `sartor`, `sartor:KERNEL` or `changed:CHOICE`: on the inputs' device, or another."""
+    """Forward and backward of `sartor` or `sartor:KERNEL`: on the inputs' device, or another."""
     base, _, name = provider.partition(":")
     kernel = name if base == "sartor" and name else "auto"
     walk = sartor.explain(x.q, x.k, x.v, kernel=kernel, device=device, **providers.options(w, x))
-    if base == ablation.FAMILY:
-        return ablation.plan(name, walk.problem, device or walk.device), None
     return walk.plan, walk.backward
 
 

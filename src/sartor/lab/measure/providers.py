@@ -21,7 +21,7 @@ from sartor import kernels
 from sartor.device import Device
 from sartor.errors import Unsupported
 from sartor.lab.ladder import catalogue as ladder
-from sartor.lab.measure import ablation, faces, flash, flex
+from sartor.lab.measure import faces, flash, flex
 from sartor.lab.measure.memory import available_bytes
 from sartor.lab.workloads.workload import FORWARD, Inputs, Pattern, Workload
 
@@ -56,7 +56,7 @@ def provider(name: str, why_not: Reason = lambda w, device: "") -> Callable[[Mak
 
 
 def names() -> list[str]:
-    """Every provider, in order of registration; `sartor:<kernel>`, `rung:<number>` and `changed:<choice>` besides."""
+    """Every provider, in order of registration; `sartor:<kernel>` and `rung:<number>` besides."""
     return list(_PROVIDERS)
 
 
@@ -68,17 +68,11 @@ def get(name: str) -> Provider:
         if kernel not in known:
             raise ValueError(f"provider sartor:KERNEL must name one of {', '.join(known)}, got {name!r}")
         return Provider(name, _sartor(kernel), lambda w, device: "")
-    if name.startswith(f"{ablation.FAMILY}:"):
-        change = name.removeprefix(f"{ablation.FAMILY}:")
-        ablation.changed(change)  # there is one of that name
-        return Provider(name, lambda w, x: ablation.attend(change, options(w, x)), lambda w, device: "")
     if name.startswith("rung:"):
         rung = ladder.find(name.removeprefix("rung:"))
         return Provider(name, lambda w, x: rung.attend(w), lambda w, device: rung.why_not(w, Device.of(device)))
     if name not in _PROVIDERS:
-        raise ValueError(
-            f"provider must be one of {', '.join(names())}, sartor:KERNEL, rung:NUMBER or changed:CHOICE, got {name!r}"
-        )
+        raise ValueError(f"provider must be one of {', '.join(names())}, sartor:KERNEL or rung:NUMBER, got {name!r}")
     return _PROVIDERS[name]
 
 

@@ -50,7 +50,7 @@ def provider(code: str) -> str:
     if code in PROVIDERS:
         return PROVIDERS[code].words
     family, _, member = code.partition(":")
-    return {"sartor": f"Sartor ({member})", "changed": member}.get(family, f"{family} {member}".rstrip())
+    return f"Sartor ({member})" if family == "sartor" else f"{family} {member}".rstrip()
 
 
 def title(code: str) -> str:

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from sartor.lab.evidence.evidence import Evidence
-from sartor.lab.measure import ablation, profile
+from sartor.lab.measure import profile
 from sartor.lab.measure import records as store
 from sartor.lab.measure.records import CEILINGS, Record
 from sartor.lab.show import climb, outside, overlap, ranks, scaling, steps, tables
@@ -18,7 +18,7 @@ from sartor.lab.workloads.workload import MODES
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 VIEWS = (
     "fwd", "bwd", "fwd_bwd", "decode", "graph", "memory", "accuracy", "errors", "host", "cost", "first",
-    "visited", "changes", "ranks", "traffic", "steps", "models", "overlap", "blocks", "forecast", "timers",
+    "visited", "ranks", "traffic", "steps", "models", "overlap", "blocks", "forecast", "timers",
 )  # fmt: skip
 FILES = ("README.md", *(f"docs/{name}.md" for name in ("results", "ladder", "numerics", "distributed", "measuring")))
 
@@ -56,13 +56,11 @@ def render(name: str, results: Path) -> str:
 def _table(view: str, suite: str, chosen: list[Record], verified: tables.Verified) -> tuple[Table, bool]:
     """The table of a view, and whether its cells say what is not verified."""
     baseline, ours = _compared(suite)
-    words = {f"{ablation.FAMILY}:{name}": change.words for name, change in ablation.CHANGES.items()}
     plain = {
         "memory": lambda: tables.memory(chosen),
         "accuracy": lambda: tables.accuracy(chosen),
         "errors": lambda: tables.errors(chosen, baseline),
         "visited": lambda: tables.visited(chosen, baseline),
-        "changes": lambda: tables.changes(chosen, words),
         "host": lambda: tables.host(chosen),
         "cost": lambda: tables.cost(chosen, baseline),
         "ranks": lambda: ranks.errors(chosen),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import geometric_mean, median
 from typing import Any
@@ -250,19 +250,6 @@ def _visited(r: Record) -> float:
     found = re.search(r"\[(\d+)x(\d+)", r.plan or "")
     assert found, r.plan
     return r.workload.visited(int(found[1]), int(found[2]))
-
-
-def changes(records: list[Record], words: Mapping[str, str]) -> Table:
-    """Time with one choice of a kernel changed, over its time as it is; `words` says what is changed, by provider."""
-    pivot = Pivot.of([r for r in records if r.ms])
-    changed = [name for name in pivot.providers if name in words]
-    table = _table(pivot, "time with a choice changed / time of Sartor", [*map(names.provider, changed)])
-    for cells in pivot.rows:
-        base = cells["sartor"].ms if "sartor" in cells else None
-        times = [cells[name].ms if name in cells else None for name in changed]
-        table.rows.append(pivot.axes(cells) + [NONE if not (t and base) else f"{t / base:.2f}" for t in times])
-    table.notes += ["; ".join(f"{names.provider(name)}: {words[name]}" for name in changed) + "."]
-    return table
 
 
 def head_dims(records: list[Record], baseline: str, verified: Verified = lambda r: True) -> Table:
