@@ -64,6 +64,13 @@ def bind() -> None:
     library().cuCtxSetCurrent(context)
 
 
+def context() -> int:
+    """This thread's; 0 where it has none."""
+    found = ctypes.c_void_p()
+    library().cuCtxGetCurrent(ctypes.byref(found))
+    return found.value or 0
+
+
 @dataclass(frozen=True)
 class Step:
     """One launch.

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-from sartor import ops
+from sartor import direct, ops
 from sartor.kernels.native import hooked
 from sartor.kernels.once import once
 from sartor.kernels.spec import Operands, Saved
+from sartor.replay.backward import Calls, Kernel, why_not
+from sartor.replay.lists import Replayed
 
 Tensor = torch.Tensor
 ALIKE = 8  # backwards kept of one plan, which differ in what arrives, or in guards
@@ -27,7 +29,7 @@ OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
 class Work:
     """What the operator's kernels do with a call's tensors, in its layout."""
 
-    __slots__ = ("again", "gradients", "layouts", "prepared", "turned", "turns")
+    __slots__ = ("again", "calls", "gradients", "layouts", "mends", "prepared", "turned", "turns")
 
     def __init__(self, prepared: ops.Prepared, layout: str) -> None:
         self.prepared, self.turned = prepared, layout != "bshd"
@@ -35,6 +37,8 @@ class Work:
         self.layouts: tuple[Any, ...] = ()  # of what the node saves: for all calls of the plan
         self.again: Any = None  # `KernelSpec.again` of the forward
         self.gradients: tuple[Any, ...] = ()  # of backwards: guards, whether results repeat, `KernelSpec.again`
+        self.calls = Calls() if any(library.in_c for library in _SERVED) else None  # backwards that C makes
+        self.mends = False  # whether Triton's kernels are among what C launches
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[Tensor, Any]:
         """out, and lse if it is wanted."""
@@ -49,7 +53,8 @@ class Work:
         x = Operands(q, k, v, None, prepared.template, layout, lse)
         out, found = ops._forward(prepared, x)
         if not self.turns:
-            self.again = prepared.forward.kernel.again(prepared.forward, x)
+            again = prepared.forward.kernel.again(prepared.forward, x)
+            self.again = None if again is None else again.run
         return (out.transpose(1, 2) if self.turns else out), found
 
     def followed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +87,10 @@ class Work:
             again = plan.kernel.again(plan, *data)
             if again is not None:
                 same = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-                self.gradients = (same, repeats, again), *self.gradients[: ALIKE - 1]
+                self.gradients = (same, repeats, again.run), *self.gradients[: ALIKE - 1]
+                if self.calls is not None and isinstance(again.launches, Replayed) and self.calls.count < ALIKE:
+                    self.calls.add(given, [*found, again.space], again.launches, repeats)
+                    self.mends = self.mends or again.mends
         return tuple(found)
 
 
@@ -94,13 +102,16 @@ def _made_like(gradient: Tensor, t: Tensor) -> bool:
 class Native:
     """A plan of which autograd has to keep q, k, v and the results, and nothing else."""
 
-    __slots__ = ("handle", "operator", "work")
+    __slots__ = ("handle", "operator", "plain", "work")
 
     def __init__(self, prepared: ops.Prepared, layout: str, device: torch.device) -> None:
-        self.work, self.operator = Work(prepared, layout), operator()
+        self.operator, self.work = operator(), Work(prepared, layout)
+        shapes: list[Any] = [(0,), (0,) if self.work.calls is None else self.work.calls.shape]
         with torch.inference_mode(False):  # whose tensors no node may save
-            handle: Any = torch.empty(0, dtype=torch.float32, device=device)
-        handle.of_sartor, self.handle = self.work, handle
+            handles: Any = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
+        for handle in handles:
+            handle.of_sartor = self.work
+        self.plain, self.handle = handles
 
     @classmethod
     def of(cls, prepared: ops.Prepared, layout: str, device: torch.device) -> Native | None:
@@ -113,7 +124,10 @@ class Native:
         """out, for autograd to follow; None where saved tensors have hooks, which may give back something else."""
         if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
             return self.work.forward(q, k, v, False)[0]
-        return None if hooked() else self.operator(q, k, v, attn_mask=self.handle)[0]
+        if hooked():
+            return None
+        unseen = self.work.mends and direct.hooked()  # by C, who wants to hear of Triton's launches
+        return self.operator(q, k, v, attn_mask=self.plain if unseen else self.handle)[0]  # type: ignore[no-any-return]
 
 
 def operator() -> Any:
@@ -124,18 +138,22 @@ def operator() -> Any:
     return getattr(torch.ops.aten, OPERATOR).default._op
 
 
-def serve(*keys: str) -> torch.library.Library:
-    """Give the operator kernels under a dispatch key, and its backward under both: that of autograd too, where a
-    gradient is told that it has none."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl(OPERATOR, _forward, keys[0])
-    for key in keys:
-        library.impl(f"{OPERATOR}_backward", _backward, key)
+def serve(backend: str, autograd: str) -> Any:
+    """Give the operator kernels under a dispatch key, and its backward under that of autograd too, where a gradient is
+    told that it has none: one in C where that can be."""
+    library: Any = torch.library.Library("aten", "IMPL")
+    library.impl(OPERATOR, _forward, backend)
+    library.impl(f"{OPERATOR}_backward", _backward, backend)
+    library.in_c = not why_not()
+    if library.in_c:  # until the library goes
+        library._registration_handles.append(Kernel(f"{OPERATOR}_backward", autograd, backend))
+    else:
+        library.impl(f"{OPERATOR}_backward", _backward, autograd)
     _SERVED.append(library)  # which lasts as long as this
     return library
 
 
-_SERVED: list[torch.library.Library] = []
+_SERVED: list[Any] = []
 _SERVING = Lock()
 
 

@@ -31,7 +31,7 @@ MAY = {
     "tuning": {"kernels", "device", "problem"},
     "plan": {"features", "kernels", "nvrtc", "tuning", "problem", "device", "errors"},
     "ops": {"plan", "kernels", "problem", "device", "mods"},
-    "node": {"kernels", "ops"},
+    "node": {"direct", "kernels", "ops", "replay"},
     "front": {"checks", "kernels", "node", "ops", "problem"},
     "api": {"checks", "front", "ops", "plan", "problem", "device", "mods"},
     "testing": {"api", "kernels", "problem", "mods"},

@@ -10,10 +10,10 @@ import torch
 import judged
 import sartor
 import settings
-from sartor import ops
+from sartor import node, ops
 from sartor.kernels.cuda import row
 from sartor.mods.recent import Recent
-from sartor.replay import library, lists
+from sartor.replay import backward, library, lists
 
 pytestmark = [pytest.mark.gpu, pytest.mark.judges(*judged.by(torch.bfloat16, dim=64))]
 if not torch.cuda.is_available():
@@ -75,6 +75,26 @@ def test_the_same_bits(call, dtype, by_python, monkeypatch):
         for given, results in zip((leaves, others), want, strict=True):
             assert equal(settings.results(function, given), results)
     assert bool(started) == (library.why_not() == "")
+
+
+@pytest.mark.parametrize("call", ["full", "causal", "window"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_later_backwards_need_no_python(call, layout, by_python, monkeypatch):
+    """Once the first one of a plan was made: bits are as Python's, where results repeat."""
+    leaves = settings.inputs("cuda", torch.bfloat16)
+    if layout == "bhsd":
+        leaves = tuple(t.detach().transpose(1, 2).contiguous().requires_grad_() for t in leaves)
+
+    def function(*qkv):
+        return sartor.attention(*qkv, deterministic=True, layout=layout, **CALLS[call])
+
+    want = by_python(settings.results, function, leaves)
+    assert float(want[0].abs().max()) > 0
+    made, way = [], node.Work.backward
+    monkeypatch.setattr(node.Work, "backward", lambda self, *given: made.append(1) or way(self, *given))
+    for _ in range(4):
+        assert equal(settings.results(function, leaves), want)
+    assert len(made) == (1 if backward.why_not() == "" else 4)
 
 
 @pytest.mark.parametrize("call", ["full", "causal"])

@@ -77,6 +77,19 @@ class Tile:
         return cls(block_m, block_n, warps, stages, cls.of(numbers[4:]) if numbers[4:] else None)
 
 
+class Again(NamedTuple):
+    """What repeats a call that reads q, k and v alone, or its backward."""
+
+    run: Callable[
+        ..., Any
+    ]  # of q, k, v and whether lse is wanted; of dout, q, k, v, out and lse, all in the call's layout
+    launches: Any = (
+        None  # of a backward: what makes them, which takes q, k, v, dout, out, lse, 0, dq, dk, dv, workspace
+    )
+    space: Any = None  # a tensor like the workspace, if expanded
+    mends: bool = False  # whether some launches are of Triton's kernels
+
+
 class KernelSpec:
     """A kernel's facts: its name, what `kernel=` accepts for it, the features (`sartor.features`) it serves; and what
     the planner asks of it, with the answers of a kernel that serves every number and has no tiles."""
@@ -110,11 +123,8 @@ class KernelSpec:
         """Shared memory that a block takes, of the launch that takes most; None where the kernel does not say."""
         return None
 
-    def again(self, plan: Plan, *data: Any) -> Callable[..., Any] | None:
-        """After a run with this data, what does the same for tensors that lie as q, k, v do, and in a backward dout and
-        the saved ones, in the layout of the call; None where a call needs more. It may give back None itself, of a call
-        that is to run as the first did. Of a forward it takes q, k, v and whether lse is wanted; of a backward dout, q,
-        k, v, out and lse."""
+    def again(self, plan: Plan, *data: Any) -> Again | None:
+        """What repeats a run with this data for other tensors that lie in the same way; None where calls need more."""
         return None
 
     def notes(self, p: Problem) -> Iterable[str]:

@@ -18,7 +18,7 @@ from sartor import cache as disk
 
 SOURCE = Path(__file__).with_name("replay.c")
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC")
+FLAGS = ("-std=c11", "-O2", "-fexceptions", "-shared", "-fPIC")
 SECONDS = 30.0  # that a compiler may take
 
 
@@ -27,9 +27,9 @@ def why_not() -> str:
     return str(_loaded()[1])
 
 
-def replay() -> Any:
-    """`sartor_replay`, where `why_not` has nothing to say: addresses of the list and of the values, the stream."""
-    return _loaded()[0].sartor_replay
+def loaded() -> Any:
+    """What replay.c makes, where `why_not` has nothing to say."""
+    return _loaded()[0]
 
 
 @cache
@@ -47,6 +47,7 @@ def _loaded() -> tuple[Any, str]:
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return None, f"{path} made nothing to load of {SOURCE.name}: {_told(error)}"
     found.sartor_replay.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    found.sartor_torch.argtypes, found.sartor_add.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_void_p]
     return found, ""
 
 

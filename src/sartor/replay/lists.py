@@ -112,8 +112,8 @@ class Replayed:
                 content[place : place + len(one.content)] = one.content
                 addresses += [_Entry(place + inside, source, 0) for inside, source in one.places]
         self._list = self._laid_out(frame, bytes(content), addresses, maps)
-        self._pack, self._at = struct.Struct(f"={given}Q").pack, ctypes.addressof(self._list)
-        self._replay = library.replay()
+        self._pack, self.at = struct.Struct(f"={given}Q").pack, ctypes.addressof(self._list)
+        self._replay = library.loaded().sartor_replay
 
     def _laid_out(self, frame: driver.Frame, content: bytes, addresses: list[_Entry], maps: list[_Entry]) -> _List:
         launch, encode = (
@@ -153,10 +153,10 @@ class Replayed:
     def start(self, given: Sequence[int], stream: int) -> None:
         """Launch on a stream (a raw handle). Raises LaunchError with the driver's reason."""
         values = self._pack(*given)
-        status = self._replay(self._at, values, stream)
+        status = self._replay(self.at, values, stream)
         if status & 0xFFFF == driver.NO_CONTEXT:  # a thread of autograd's that has called nothing of CUDA's yet
             driver.bind()
-            status = self._replay(self._at, values, stream)
+            status = self._replay(self.at, values, stream)
         if status:
             number, why = status >> 16, driver.name_of(status & 0xFFFF)
             if number == len(self.steps):

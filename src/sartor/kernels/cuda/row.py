@@ -47,6 +47,11 @@ class Row:
         found = self._launchers.get(device) or self._on(device)
         found.start(addresses, torch._C._cuda_getCurrentRawStream(device))
 
+    def launches(self) -> Replayed | Launched:
+        """What makes them on the current device."""
+        device = torch._C._cuda_getDevice()
+        return self._launchers.get(device) or self._on(device)
+
     def _on(self, device: int) -> Replayed | Launched:
         at = {name: i for i, name in enumerate(self.names)}
         steps = [k.step(device, (n, 1, 1), tuple([at[takes[x]] for x in k.changing])) for k, n, takes in self.parts]

@@ -10,7 +10,7 @@ dim 128 registers hold one gradient: dk and dv are two launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -35,7 +35,7 @@ from sartor.kernels.hopper.backward_problem import (
     reads_otherwise,
     why_no_gradient,
 )
-from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved, Tile
+from sartor.kernels.spec import Again, Gradients, KernelSpec, Operands, Plan, Saved, Tile
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import TritonBackward
 from sartor.problem import Problem
@@ -89,10 +89,13 @@ class HopperBackward(TritonBackward):
                 plan.cache["hopper", key] = ready
         return ready.run(plan, x, saved)  # type: ignore[no-any-return]
 
-    def again(self, plan: Plan, *data: Any) -> Callable[..., Any] | None:
+    def again(self, plan: Plan, *data: Any) -> Again | None:
         """See `KernelSpec`."""
         ready: Any = plan.cache.get(("hopper", launch.key(data[1])))
-        return ready.again if ready is not None and ready.alone else None
+        if ready is None or not ready.alone:
+            return None
+        row = ready.whole or ready.row
+        return Again(ready.again, row.launches(), ready.space, bool(row.more))
 
     def ready(self, plan: Plan, x: Operands, saved: Saved, key: object) -> Ready:
         """The launches of calls with this key."""

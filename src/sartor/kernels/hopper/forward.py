@@ -6,7 +6,7 @@ marked, and computed again with care at the end (`repair.cuh`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from struct import Struct
@@ -26,7 +26,7 @@ from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper.schedule import Schedule
-from sartor.kernels.spec import KernelSpec, Operands, Plan, Tile, allocate_out
+from sartor.kernels.spec import Again, KernelSpec, Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
 from sartor.problem import Problem, rows_on_16_bytes
 from sartor.replay.lists import At, Made, Mapped, Record
@@ -110,10 +110,10 @@ class HopperForward(KernelSpec):
             ready = self.ready(plan, x)
         return ready.run(x)  # type: ignore[no-any-return]
 
-    def again(self, plan: Plan, *data: Any) -> Callable[..., Any] | None:
+    def again(self, plan: Plan, *data: Any) -> Again | None:
         """See `KernelSpec`."""
         ready: Any = plan.cache.get(data[0].layout)
-        return ready.again if ready is not None and ready.alone else None
+        return Again(ready.again) if ready is not None and ready.alone else None
 
     def ready(self, plan: Plan, x: Operands) -> Ready:
         """The launches of a plan: over a list of key tiles, where there is to be one. While a graph is captured none is

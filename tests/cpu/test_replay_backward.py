@@ -1,0 +1,207 @@
+"""Backwards that C makes without Python: the launches that Python would make, or Python's kernel of the operator."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import sartor
+import settings
+import stubbed
+from sartor import direct, driver, node
+from sartor.kernels.cuda import row
+from sartor.kernels.triton import launch
+from sartor.replay import backward, library, lists
+
+pytestmark = [
+    pytest.mark.skipif(not launch.available(), reason="needs Triton, whose launches stand between"),
+    pytest.mark.skipif(stubbed.COMPILER is None, reason="needs a C compiler"),
+]
+STREAM = 0x5EED
+
+
+class Repair:
+    """A launch of Triton's that joins a row."""
+
+    def among(self, places):
+        taken = tuple(places[f"{name}_ptr"] for name in ("q", "dq", "delta", "bad_q", "lse"))
+        return driver.Step("PPiPfPPPP", {2: 7, 4: 0.5, 7: 0, 8: 0}, taken, self.function, "repair", (3, 1, 1), 128, 64)
+
+
+class Seen:
+    """What there was of backwards: which Python made, the launchers of rows, and the addresses of what C allocated."""
+
+    def __init__(self, stub):
+        self.stub, self.python, self.rows, self.allocated = stub, [], [], []
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    found, functions = Seen(None), backward._functions()
+    kinds = ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int32] * 3, ctypes.POINTER(ctypes.c_void_p)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *kinds)
+    def empty(dim, sizes, strides, dtype, device_type, device, made):
+        pointers = ctypes.c_void_p(sizes), ctypes.c_void_p(strides)
+        status = functions.torch.aoti_torch_empty_strided(
+            ctypes.c_int64(dim), *pointers, *map(ctypes.c_int32, (dtype, device_type, device)), made
+        )
+        address = ctypes.c_void_p()
+        functions.torch.aoti_torch_get_data_ptr(ctypes.c_void_p(made[0]), ctypes.byref(address))
+        found.allocated.append(address.value)
+        return found.stub.fails if found.stub.fails else status
+
+    find = functions.find
+    monkeypatch.setattr(functions, "find", lambda name: empty if name.endswith("empty_strided") else find(name))
+    launcher, way = row.launcher, node.Work.backward
+    monkeypatch.setattr(row, "launcher", lambda *args: found.rows.append(args) or launcher(*args))
+    monkeypatch.setattr(node.Work, "backward", lambda self, *given: found.python.append(1) or way(self, *given))
+    repair, kept = Repair(), iter([False, *[True] * 99])
+    monkeypatch.setattr(launch, "repeat", lambda *_: next(kept))
+    monkeypatch.setattr(launch, "run", lambda *_: None)
+    monkeypatch.setattr(launch, "direct_ones", lambda *_: [repair, repair])
+    monkeypatch.setattr(direct, "hooked", lambda: False)
+    with stubbed.stubbed() as stub:
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+        ctypes.c_void_p.in_dll(stub.library, "stub_stream").value = STREAM
+        repair.function = stub.function("repair", 8, 8, 4, 8, 4, 8, 8, 8, 8)
+        found.stub, stub.fails = stub, 0
+        yield found
+
+
+def leaves(dtype=torch.bfloat16, layout="bshd", heads_kv=3, dim=64):
+    for n, heads in ((70, 6), (90, heads_kv), (90, heads_kv)):
+        t = torch.zeros((2, n, heads, dim), dtype=dtype)
+        yield (t if layout == "bshd" else t.transpose(1, 2).contiguous()).requires_grad_()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0, "window": (7, 3)}], ids=str)
+@pytest.mark.parametrize(
+    "like",
+    [{}, {"layout": "bhsd"}, {"dtype": torch.float16}, {"heads_kv": 6}, {"heads_kv": 1, "dim": 128}, {"dim": 192}],
+    ids=str,
+)
+def test_the_same_bytes(seen, options, like):
+    """As Python's launches of the same addresses, and results that lie as Python's do."""
+    q, k, v = leaves(**like)
+    options = options | {"layout": like.get("layout", "bshd")}
+    for i in range(4):
+        out = sartor.attention(q, k, v, **options)
+        lse, dout = out.grad_fn._saved_logsumexp, torch.zeros_like(out)
+        seen.stub.told()
+        found = torch.autograd.grad(out, (q, k, v), dout)
+        told = seen.stub.told()
+        if i == 0:
+            first = found
+            continue
+        assert len(seen.python) == 1
+        given = [t.data_ptr() for t in (q, k, v, dout, out, lse)] + [0, *seen.allocated[-4:]]
+        assert given[7:10] == [t.data_ptr() for t in found]
+        lists.Launched(*seen.rows[-1]).start(given, STREAM)
+        assert told == seen.stub.told() != b""
+        assert [(t.shape, t.stride(), t.dtype) for t in found] == [(t.shape, t.stride(), t.dtype) for t in first]
+    assert sum(step.name == "repair" for step in seen.rows[-1][0]) == 2 * (options.keys() > {"layout"})
+
+
+def test_what_c_leaves_to_python(seen, monkeypatch):
+    """Whatever is not as it was."""
+    q, k, v = leaves()
+    out = sartor.attention(q, k, v)
+    dout = torch.zeros_like(out)
+
+    def by_python(dout, **options):
+        before = len(seen.python)
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True, **options)
+        assert [t.shape for t in found] == [t.shape for t in (q, k, v)]
+        return len(seen.python) - before
+
+    assert [by_python(dout) for _ in range(3)] == [1, 0, 0]
+    assert by_python(dout, create_graph=True) == 1
+    turned = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    assert [by_python(turned) for _ in range(2)] == [1, 0]
+    assert [by_python(settings.shifted(dout)) for _ in range(2)] == [1, 1]
+    assert by_python(torch.zeros(1, dtype=out.dtype).expand(out.shape)) == 1
+    with settings.deterministic():
+        assert [by_python(dout) for _ in range(2)] == [1, 0]
+    seen.stub.library.stub_refuse(719, 1)
+    assert by_python(dout) == 1
+    seen.stub.fails = 1
+    assert by_python(dout) == 1
+    seen.stub.fails = 0
+    ctypes.c_void_p.in_dll(seen.stub.library, "stub_context").value = 2
+    assert by_python(dout) == 1
+    ctypes.c_void_p.in_dll(seen.stub.library, "stub_context").value = 1
+    assert by_python(dout) == 0
+
+
+def test_who_hears_of_tritons_launches_does(seen, monkeypatch):
+    q, k, v = leaves()
+    for heard, by_python in ((False, 1), (False, 0), (True, 1), (False, 0)):
+        before = len(seen.python)
+        monkeypatch.setattr(direct, "hooked", lambda heard=heard: heard)
+        out = sartor.attention(q, k, v, causal=True)
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        assert len(seen.python) - before == by_python
+
+
+def test_errors_and_memory(seen, monkeypatch):
+    """Of C, of Python, and of a backward that fails: what Python raised comes as it is, and nothing stays allocated."""
+    q, k, v = leaves()
+
+    def freed(raises=None):
+        out = sartor.attention(q, k, v)
+        dout = torch.zeros_like(out)
+        found = ()
+        if raises is None:
+            found = torch.autograd.grad(out, (q, k, v), dout)
+        else:
+            with pytest.raises(raises, match="of the backward"):
+                torch.autograd.grad(out, (q, k, v), dout)
+        kept = [StorageWeakRef(t.untyped_storage()) for t in (out, dout, *found)]
+        del out, dout, found
+        return all(ref.expired() for ref in kept)
+
+    assert [freed() for _ in range(3)] == [True] * 3
+
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("of the backward")
+
+    monkeypatch.setattr(node.Work, "backward", fails)
+    seen.stub.library.stub_refuse(2, 0)
+    assert freed()
+    with settings.deterministic():
+        assert freed(torch.OutOfMemoryError)
+
+
+def test_arguments_reach_python(monkeypatch):
+    """Numbers, and whether there are a mask and a scale."""
+    given = []
+    monkeypatch.setattr(node, "_backward", lambda *args, **named: given.append((args, named)) or args[1:4])
+    with stubbed.stubbed():
+        tensors = [torch.full((1, 1, 2, 8), float(i)) for i in range(6)]
+        operator = getattr(torch.ops.aten, f"{node.OPERATOR}_backward").default
+        for mask, scale in ((None, None), (tensors[0], None), (None, 0.375), (tensors[0], -2.0)):
+            found = operator(*tensors, 0.25, True, attn_mask=mask, scale=scale)
+            assert [float(t.mean()) for t in found] == [1, 2, 3]
+            args, named = given.pop()
+            assert all(a is b for a, b in zip(args[:6], tensors, strict=True))
+            assert args[6:] == (0.25, True)
+            assert named.get("attn_mask") is mask
+            assert named.get("scale") == scale
+        operator(*tensors, 0.0, False)
+        assert given.pop()[0][6:] == (0.0, False)
+
+
+def test_without_it_python_makes_all(monkeypatch):
+    monkeypatch.setattr(library, "_loaded", lambda: (None, "none here"))
+    with stubbed.stubbed():
+        q, k, v = leaves()
+        for _ in range(2):
+            out = sartor.attention(q, k, v)
+            handle = out.grad_fn._saved_attn_mask
+            torch.autograd.grad(out, (q, k, v), out.detach())
+            assert handle.of_sartor.calls is None
+            assert handle.shape == (0,)
