@@ -178,12 +178,13 @@ static bool made(const Call *c, const Tensor *given, Tensor *gradients) {
   Tensor found[GRADIENTS + 1];
   int count = 0;
   bool fine = true;
-  for (; fine && count <= GRADIENTS; count += fine) {
+  while (fine && count <= GRADIENTS) {
     const Layout *m = c->made + count;
-    fine = !torch.empty(m->dim, m->sizes, m->strides, m->dtype, c->device_type, m->device, found + count);
-    if (fine && !torch.address(found[count], &address)) at[GIVEN + 1 + count] = (uint64_t)(uintptr_t)address;
+    if (torch.empty(m->dim, m->sizes, m->strides, m->dtype, c->device_type, m->device, found + count)) break;
+    fine = !torch.address(found[count], &address) && address;
+    at[GIVEN + 1 + count++] = (uint64_t)(uintptr_t)address;
   }
-  fine = fine && !sartor_replay(c->list, at, stream);
+  fine = fine && count > GRADIENTS && !sartor_replay(c->list, at, stream);
   for (int i = fine ? GRADIENTS : 0; i < count; i++) torch.drop(found[i]);  // as its stream has it, after the launches
   if (fine) memcpy(gradients, found, GRADIENTS * sizeof *gradients);
   return fine;
