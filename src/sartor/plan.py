@@ -15,6 +15,7 @@ from sartor.device import Device
 from sartor.errors import Unsupported
 from sartor.kernels.spec import Plan
 from sartor.problem import Problem
+from sartor.replay.backward import told
 from sartor.tuning import table
 
 
@@ -131,5 +132,8 @@ def explain(p: Problem, dev: Device) -> Explanation:
     notes = [f"{name} is copied once: its last dim is not dense, or its rows lie too far apart" for name in p.copies]
     if p.precision == "tf32" and p.dtype == torch.float32 and dev.is_cpu:
         notes.append("precision='tf32' changes nothing on a CPU, which computes in all of float32")
-    notes += [note for chosen in (plan, backward) if chosen is not None for note in chosen.notes]
+    chosen = [one for one in (plan, backward) if one is not None]
+    notes += [note for one in chosen for note in one.notes]
+    if any(one.kernel.replays for one in chosen):
+        notes.append(told())
     return Explanation(p, dev, refused, plan, refused_backward, backward, tuple(notes))

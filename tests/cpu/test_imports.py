@@ -29,7 +29,7 @@ MAY = {
     "nvrtc": {"cache", "driver"},
     "replay": {"cache", "driver", "nvrtc"},
     "tuning": {"kernels", "device", "problem"},
-    "plan": {"features", "kernels", "nvrtc", "tuning", "problem", "device", "errors"},
+    "plan": {"features", "kernels", "nvrtc", "tuning", "problem", "device", "errors", "replay"},
     "ops": {"plan", "kernels", "problem", "device", "mods"},
     "node": {"direct", "kernels", "ops", "replay"},
     "front": {"checks", "kernels", "node", "ops", "problem"},

@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import sartor
 import settings
 import stubbed
-from sartor import direct, driver, node
+from sartor import direct, driver, node, nvrtc
+from sartor.device import ARCHITECTURES
 from sartor.kernels.cuda import row
 from sartor.kernels.triton import launch
 from sartor.replay import backward, library, lists
@@ -205,3 +206,22 @@ def test_without_it_python_makes_all(monkeypatch):
             torch.autograd.grad(out, (q, k, v), out.detach())
             assert handle.of_sartor.calls is None
             assert handle.shape == (0,)
+
+
+def test_explain_says_what_launches(monkeypatch):
+    q = torch.empty(1, 128, 8, 64, dtype=torch.bfloat16, device="meta")
+    hopper = ARCHITECTURES[90]
+
+    def notes(**options):
+        return [note for note in sartor.explain(q, q, q, device=hopper, **options).notes if " launches" in note]
+
+    monkeypatch.setattr(nvrtc, "missing", lambda: "")
+    with stubbed.stubbed():
+        assert notes() == [
+            "C makes the launches of a call, and the backwards of calls that read q, k and v alone without Python"
+        ]
+        assert notes(kernel="triton") == []
+        monkeypatch.setattr(backward._functions(), "cuda", None)
+        assert notes()[0].startswith("C makes the launches of a call; Python takes part in every backward: needs what")
+        monkeypatch.setattr(library, "_loaded", lambda: (None, "SARTOR_REPLAY=0 is set"))
+        assert notes() == ["Python makes the launches one by one: SARTOR_REPLAY=0 is set"]

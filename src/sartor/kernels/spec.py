@@ -99,6 +99,7 @@ class KernelSpec:
     features: frozenset[str]
     backwards: tuple[str, ...] = ()  # of a forward: the backward kernels it goes with, first choice first
     any_layout = False  # of a forward: see `Operands`
+    replays = False  # whether its launches may be made in C
     # On the current stream: of a forward `run(plan, x)`, which gives out (b, sq, hq, dv) and lse (b, hq, sq); of a
     # backward `run(plan, x, saved)`, which gives `Gradients` of every differentiable input
     run: Callable[..., Any]

@@ -138,6 +138,15 @@ def why_not() -> str:
     return ""
 
 
+def told() -> str:
+    """What makes the launches of kernels that can be replayed, and why it is not C, in a sentence."""
+    if library.why_not():
+        return f"Python makes the launches one by one: {library.why_not()}"
+    if why_not():
+        return f"C makes the launches of a call; Python takes part in every backward: {why_not()}"
+    return "C makes the launches of a call, and the backwards of calls that read q, k and v alone without Python"
+
+
 def _layout(t: torch.Tensor) -> _Layout:
     wide, index = ctypes.c_int64 * 4, t.device.index
     strides = (1,) if t.dim() == 1 else t.stride()  # of a workspace that is one number, expanded

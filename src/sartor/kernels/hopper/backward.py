@@ -48,6 +48,7 @@ class HopperBackward(TritonBackward):
 
     name = "hopper_backward"
     family = "hopper"
+    replays = True
     features = COMMON | BITS_16 | {PAIRS, SCORE, BIAS_GRADIENT, SHARED_LSE, DROPOUT}
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:

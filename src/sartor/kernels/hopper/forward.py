@@ -62,6 +62,7 @@ class HopperForward(KernelSpec):
 
     name = "hopper_forward"
     family = "hopper"
+    replays = True
     backwards: tuple[str, ...] = ("hopper_wide_backward", "hopper_backward", "triton_backward")
     features = GENERAL | BITS_16 | GRADIENTS | {DROPOUT}
     any_layout = True
