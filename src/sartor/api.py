@@ -95,8 +95,10 @@ def attention(
             v, in steps of 2^-16; the others are scaled so that their mean stays. lse is as without.
         dropout_seed: what the mask is a function of, besides batch item, head, query and key: the same on every device,
             by every kernel. An int of 64 bits, or int64 of one number on the device of q. None draws one from PyTorch's
-            generator of that device, on the device, as torch.manual_seed, CUDA graphs and checkpointing want it. Three
-            numbers are a seed, and the batch item and the head of a larger problem that are the first ones here.
+            generator of that device, on the device, as torch.manual_seed, CUDA graphs and checkpointing want it. Five
+            numbers make this call a part of a larger problem: the seed, and its batch item, head, query and key that
+            are the first ones here, the last two counted in sixteens. Seven do so with steps between queries and
+            between keys: the seed, the first batch item and head, the first query and its step, the first key and its.
 
     Returns:
         out (batch, seqlen_q, heads_q, dim_v) in `layout`. A row that attends to no key is 0, its lse -inf (its sink's

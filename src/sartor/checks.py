@@ -119,9 +119,9 @@ def of_heads(name: str, t: Any, shapes: tuple[tuple[int, ...], ...], device: tor
 def seed(t: Any, device: torch.device) -> None:
     """The numbers that a dropout mask is made of, on the device of q."""
     dense("dropout_seed", t)
-    if t.dtype != torch.int64 or t.numel() not in (1, 3):
+    if t.dtype != torch.int64 or t.numel() not in (1, 5, 7):
         raise ValueError(
-            f"dropout_seed must be an int, or 1 or 3 numbers of dtype int64, got {tuple(t.shape)} of dtype {t.dtype}"
+            f"dropout_seed must be an int, or 1, 5 or 7 numbers of dtype int64, got {tuple(t.shape)} of dtype {t.dtype}"
         )
     if t.device != device:
         raise ValueError(f"dropout_seed must be on the device of q, {device}, got {t.device}")

@@ -31,7 +31,8 @@ UNALIGNED_TABLES = "unaligned tables"
 DETERMINISTIC = "deterministic"
 SHARED_LSE = "lse of more keys"  # of a backward whose lse and out are of more keys than it is given
 DROPOUT = "dropout"
-DROPOUT_PART = "dropout of a part"  # whose first batch item and head are others of a larger problem
+DROPOUT_PART = "dropout of a part"  # of a larger problem, by a seed of 5 numbers
+DROPOUT_STEPS = "dropout in steps"  # of positions that are not next to each other, by one of 7
 
 # Sets by which kernels name several features at once. They do not grow: what is new, each kernel names by itself.
 DTYPES = frozenset({F16, BF16, F32, F64, TF32})
@@ -65,7 +66,7 @@ RULES: dict[str, Callable[[Problem], str]] = {  # by field: the feature that its
     "deterministic": lambda p: DETERMINISTIC if p.deterministic else "",
     "shared_lse": lambda p: SHARED_LSE if p.shared_lse else "",
     "dropout_p": lambda p: DROPOUT if p.dropout_p else "",
-    "dropout_part": lambda p: DROPOUT_PART if p.dropout_part else "",
+    "dropout_numbers": lambda p: {5: DROPOUT_PART, 7: DROPOUT_STEPS}.get(p.dropout_numbers, ""),
     "rows_on_16_bytes": lambda p: "" if p.rows_on_16_bytes else UNALIGNED,
     "aux_on_16_bytes": lambda p: "" if p.aux_on_16_bytes else UNALIGNED_TABLES,
     "program.keep": _mask,
@@ -93,7 +94,8 @@ WORDS: dict[str, str] = {  # what a kernel without the feature says; fields of `
     UNALIGNED_TABLES: "needs rows of what masks and scores read that start on 16 bytes, got others",
     SHARED_LSE: "needs lse of the keys that it is given, got lse of more keys",
     DROPOUT: "has no dropout, got dropout_p={p.dropout_p}",
-    DROPOUT_PART: "needs dropout of a whole problem, got a dropout_seed of three numbers",
+    DROPOUT_PART: "needs dropout of a whole problem, got a dropout_seed of 5 numbers",
+    DROPOUT_STEPS: "needs dropout of positions next to each other, got a dropout_seed of 7 numbers",
     DETERMINISTIC: "has no order of its sums, got deterministic=True",
 }
 

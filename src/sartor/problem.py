@@ -60,7 +60,7 @@ class Call:
     bias_gradient: bool | None = None  # whether the bias' is wanted; None: where bias requires one
     table_gradients: tuple[int, ...] | None = None  # of the score's tensors, by number; None: of those that require one
     dropout_p: float = 0.0
-    dropout_seed: torch.Tensor | None = None  # int64 of 1 number or 3; see kernels/dropout.py
+    dropout_seed: torch.Tensor | None = None  # int64 of 1, 5 or 7 numbers; see kernels/dropout.py
 
     def __post_init__(self) -> None:
         """On every call, since keys do not tell them apart: True and 1, 1 and 1.0, a tensor and what it holds."""
@@ -170,7 +170,7 @@ class Problem:
     aux_on_16_bytes: bool = True  # and every row of keys of what masks and scores read
     shared_lse: bool = False  # of a backward: lse and out are of more keys than it is given, as in a ring
     dropout_p: float = 0.0
-    dropout_part: bool = False  # the seed says which batch item and head of a larger problem are the first ones here
+    dropout_numbers: int = 0  # of the seed, 1, 5 or 7: see kernels/dropout.py; 0 without dropout
 
     @classmethod
     def of(cls, call: Call) -> Problem:
@@ -207,7 +207,7 @@ class Problem:
             all(rows_on_16_bytes(t) for t in dense.values()),
             all(rows_on_16_bytes(t) for t in placed if t.shape[3] == skv > 1),
             dropout_p=call.dropout_p,
-            dropout_part=bool(call.dropout_p) and call.dropout_seed is not None and call.dropout_seed.numel() > 1,
+            dropout_numbers=0 if not call.dropout_p else 1 if call.dropout_seed is None else call.dropout_seed.numel(),
         )  # fmt: skip
         return problem, template
 

@@ -63,7 +63,7 @@ def launches(kernel, call, tile, arch):
     """Every launch of one call, by name."""
     p, spec = Problem.of(call), kernels.load(kernel)
     plan = Plan(spec, p, ARCHITECTURES[arch], tile, "test")
-    x = Operands(call.q, call.k, call.v, call.sinks, aux_values(call))
+    x = Operands(call.q, call.k, call.v, call.sinks, aux_values(call), seed=call.dropout_seed)
     out = torch.empty((p.batch, p.seqlen_q, p.heads_q, p.dim_v), dtype=p.out_dtype, device="meta")
     lse = torch.empty((p.batch, p.heads_q, p.seqlen_q), device="meta")
     if kernel.endswith("_forward"):
@@ -381,6 +381,18 @@ def test_loops_whose_ends_a_table_tells(name, kernel):
     """Of 64 bits, and so is what a loop computes from where it starts."""
     mask = TABLES[name](lambda *shape: torch.empty(shape, dtype=torch.int64, device="meta"))
     call = call_of(64, dtype=torch.float32 if kernel.startswith("fp32") else torch.bfloat16, mask=mask)
+    tile, _ = table.lookup(kernels.load(kernel), Problem.of(call), ARCHITECTURES[90])
+    for step in launches(kernel, call, tile, 90).values():
+        trace(source_of(step.kernel, step.arguments), step.tile, 90)
+
+
+@pytest.mark.parametrize("kernel", ["triton_forward", "triton_backward", "fp32_forward", "fp32_backward"])
+@pytest.mark.parametrize("numbers", [1, 5, 7])
+def test_dropout(numbers, kernel):
+    """By seeds of whole problems, of parts, and of positions in steps: Triton reads them all."""
+    seed = torch.empty(numbers, dtype=torch.int64, device="meta")
+    dtype = torch.float32 if kernel.startswith("fp32") else torch.bfloat16
+    call = call_of(64, "band", dtype, dropout_p=0.1, dropout_seed=seed)
     tile, _ = table.lookup(kernels.load(kernel), Problem.of(call), ARCHITECTURES[90])
     for step in launches(kernel, call, tile, 90).values():
         trace(source_of(step.kernel, step.arguments), step.tile, 90)

@@ -59,9 +59,28 @@ def test_any_window_of_the_mask_is_a_part_of_it():
     want = whole(sq=100, skv=130)
     part = dropout.kept(0.3, SEED, slice(1, 2), slice(1, 3), slice(37, 83), slice(5, 129))
     assert torch.equal(part, want[1:2, 1:3, 37:83, 5:129])
-    places = torch.cat([SEED, torch.tensor([1, 1])])
-    of_a_part = dropout.kept(0.3, places, slice(0, 1), slice(0, 2), slice(1, 3), slice(0, 130))
-    assert torch.equal(of_a_part, want[1:2, 1:3, 1:3])
+
+
+def numbered(*first):
+    return torch.cat([SEED, torch.tensor(first)])
+
+
+PARTS = {  # seeds, and which queries and keys of the larger problem they make the first ones, of item and head 1
+    "items": (numbered(1, 1, 0, 0), slice(0, None), slice(0, None)),
+    "sixteens": (numbered(1, 1, 2, 3), slice(32, None), slice(48, None)),
+    "apart": (numbered(1, 1, 5, 1, 9, 1), slice(5, None), slice(9, None)),
+    "in steps": (numbered(1, 1, 3, 2, 1, 3), slice(3, None, 2), slice(1, None, 3)),
+    "composed": (dropout.part(numbered(1, 0, 1, 2), (32, 1), (48, 1), 1), slice(48, None), slice(80, None)),
+    "composed apart": (dropout.part(numbered(1, 0, 1, 2), (5, 2), (48, 1), 1), slice(21, None, 2), slice(80, None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("kernel", ["reference", "blocked"])
+def test_a_part_of_a_larger_problem_has_its_part_of_the_mask(kernel, name):
+    seed, rows, keys = PARTS[name]
+    want = whole(2, 3, 100, 130)[1:, 1:, rows, keys]
+    assert torch.equal(mask_of(kernel, *want.shape, seed=seed), want)
 
 
 @pytest.mark.parametrize("p", [0.0001, 0.1, 0.5, 0.9])
@@ -206,11 +225,11 @@ def test_no_rows_and_no_keys():
         ({"dropout_seed": 0.5}, TypeError, "must be an int or a torch.Tensor, got float"),
         ({"dropout_p": 0.1, "dropout_seed": 2**64}, ValueError, "dropout_seed must be of 64 bits"),
         ({"dropout_p": 0.1, "dropout_seed": torch.ones(1)}, ValueError, "got .* of dtype torch.float32"),
-        ({"dropout_p": 0.1, "dropout_seed": torch.ones(2).long()}, ValueError, r"1 or 3 numbers .* got \(2,\)"),
+        ({"dropout_p": 0.1, "dropout_seed": torch.ones(2).long()}, ValueError, r"1, 5 or 7 numbers .* got \(2,\)"),
         ({"dropout_p": 0.1, "dropout_seed": ELSEWHERE}, ValueError, "device of q, cpu, got meta"),
         ({"dropout_seed": 2**64}, ValueError, "dropout_seed must be of 64 bits"),
         ({"dropout_seed": torch.ones(1)}, ValueError, "got .* of dtype torch.float32"),
-        ({"dropout_seed": torch.ones(2).long()}, ValueError, r"1 or 3 numbers .* got \(2,\)"),
+        ({"dropout_seed": torch.ones(2).long()}, ValueError, r"1, 5 or 7 numbers .* got \(2,\)"),
         ({"dropout_seed": ELSEWHERE}, ValueError, "device of q, cpu, got meta"),
         ({"dropout_p": 0.1, "kernel": "torch"}, sartor.Unsupported, r"has no dropout, got dropout_p=0\.1"),
     ],

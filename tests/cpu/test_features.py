@@ -89,9 +89,9 @@ def test_a_problem_asks_for_what_its_tensors_have():
     table = meta(191, requires_grad=True)
     relative = mods.Score(lambda s, b, h, q, kv: s + table[q - kv + 95])
     assert features.of(problem(score=relative)) == {"bfloat16", "score function", "indexed tables", "table gradient"}
-    part = torch.empty(3, dtype=torch.int64, device="meta")
-    asked = {"bfloat16", "dropout", "dropout of a part"}
-    assert features.of(problem(dropout_p=0.1, dropout_seed=part)) == asked
+    for numbers, asked in ((1, set()), (5, {"dropout of a part"}), (7, {"dropout in steps"})):
+        seed = torch.empty(numbers, dtype=torch.int64, device="meta")
+        assert features.of(problem(dropout_p=0.1, dropout_seed=seed)) == {"bfloat16", "dropout"} | asked
     q = meta(2, 96, 4, 68, dtype=torch.bfloat16)[..., :66]
     assert features.UNALIGNED in features.of(Problem.of(Call(q, q, q)))
 

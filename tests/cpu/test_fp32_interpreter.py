@@ -31,7 +31,7 @@ FEATURES = (
     "case_gradients_of_what_hides_all_keys",
     "case_gradients_of_some_of_the_keys",
     "case_whole_tiles_as_planned", "case_a_dropout_mask_is_the_references_bit_for_bit", "case_dropout_with_features",
-    "case_dropout_with_what_else_there_is", "case_dropout_as_planned",
+    "case_dropout_with_what_else_there_is", "case_dropout_as_planned", "case_dropout_of_a_part",
 )  # fmt: skip
 INTERPRETED = pytest.mark.skipif(
     shared.INSIDE or not launch.available(), reason="runs the cases in other processes, with Triton"

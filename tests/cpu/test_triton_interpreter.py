@@ -550,6 +550,18 @@ def case_dropout_as_planned():
     verify(*inputs(hq=1, sq=130, skv=130), causal=True, **DROPOUT)
 
 
-def case_dropout_of_a_part_is_refused():
-    with pytest.raises(sartor.Unsupported, match="needs dropout of a whole problem, got a dropout_seed of"):
-        sartor.attention(*inputs(), kernel=KERNEL, dropout_p=0.1, dropout_seed=torch.tensor([1, 0, 1]))
+PARTS = {  # seeds of parts of a larger problem
+    "sixteens": torch.cat([SEED, torch.tensor([1, 2, 3, 5])]),
+    "in steps": torch.cat([SEED, torch.tensor([1, 2, 3, 2, 7, 3])]),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def case_dropout_of_a_part(name):
+    """The mask of the reference, in the forward and in the gradients of q, k and v."""
+    q, k, _ = inputs(b=2, hkv=2, sq=70, skv=90)
+    v = torch.eye(90).view(1, 90, 1, 90).expand(2, 90, 2, 90)
+    given = {"dropout_p": 0.3, "dropout_seed": PARTS[name]}
+    out, want = (sartor.attention(q, k, v, kernel=kernel, **given) for kernel in (KERNEL, "reference"))
+    assert torch.equal(out != 0, want != 0)
+    verify(*inputs(b=2, sq=35, skv=41), causal=True, **given)

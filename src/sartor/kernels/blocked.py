@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from sartor.device import Device
-from sartor.features import DROPOUT, DROPOUT_PART, DTYPES, GENERAL, GRADIENTS, SHARED_LSE, WIDE_OUT
+from sartor.features import DROPOUT, DROPOUT_PART, DROPOUT_STEPS, DTYPES, GENERAL, GRADIENTS, SHARED_LSE, WIDE_OUT
 from sartor.kernels import dropout
 from sartor.kernels.algebra import (
     add_to_table,
@@ -42,7 +42,7 @@ from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved, Ti
 from sartor.problem import Problem
 
 Tensor = torch.Tensor
-FEATURES = GENERAL | DTYPES | {WIDE_OUT, SHARED_LSE, DROPOUT, DROPOUT_PART}
+FEATURES = GENERAL | DTYPES | {WIDE_OUT, SHARED_LSE, DROPOUT, DROPOUT_PART, DROPOUT_STEPS}
 LOG2_E = math.log2(math.e)
 FEW = 2**18  # scores, beyond which a walk over tiles takes no longer than all at once
 TILE = Tile(256, 512)  # the fastest on two AVX2 cores for 2 to 32 heads; the same for any batch, so that bits are too

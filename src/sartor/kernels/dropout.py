@@ -15,9 +15,18 @@ A byte alone would know probabilities in steps of 1/256, 0.1 as 0.1016. The thre
 neighbours, by the patch: the upper one where the highest byte of the sum of its words is small. That byte is
 independent of every other, so that a pair is dropped with a probability of round(65536 p) / 65536, and what is left is
 scaled by just that.
+
+A seed tensor is int64 and has one of these numbers of numbers; what is computed is a part of a larger problem, whose
+pairs have the positions that they have there:
+
+    1   the seed
+    5   and the first batch item, head, query and key, the last two counted in sixteens
+    7   the seed, the first batch item and head, the first query and the step between queries, those of keys
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 
@@ -57,20 +66,46 @@ def _product(x: Tensor, y: int) -> tuple[Tensor, Tensor]:
     return whole >> 32 & LOW, whole & LOW
 
 
-def kept(p: float, seed: Tensor, items: slice, heads: slice, i: slice, j: slice) -> Tensor:
-    """Bool (items, heads, queries, keys): whether a pair's weight stays.
+def part(
+    seed: Tensor,
+    rows: tuple[int, int] = (0, 1),
+    keys: tuple[int, int] = (0, 1),
+    first_head: int = 0,
+    first_item: int = 0,
+) -> Tensor:
+    """The seed, of 1 or 5 numbers, of some queries and keys, (first, step), of heads and items from some on."""
+    numbers, (row, step), (key, stride) = seed.reshape(-1), rows, keys
+    aligned = step == stride == 1 and row % PATCH == key % PATCH == 0
+    offsets = (row // PATCH, key // PATCH) if aligned else (row, step, key, stride)
+    own = _on_device((first_item, first_head, *offsets), seed.device)
+    if seed.numel() > 1:
+        first = numbers[1:]
+        if not aligned:
+            unit = _on_device((1, 1, PATCH, 0, PATCH, 0), seed.device)
+            first = first[_on_device((0, 1, 2, 2, 3, 3), seed.device)] * unit
+        own = own + first
+    return torch.cat([numbers[:1], own])
 
-    `seed` is int64 of one number; or of three, the others being the batch item and the head of a larger problem that
-    are the first ones here.
-    """
+
+@lru_cache(maxsize=4096)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """They are copied there once: each copy would be waited for."""
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def kept(p: float, seed: Tensor, items: slice, heads: slice, i: slice, j: slice) -> Tensor:
+    """Bool (items, heads, queries, keys): whether a pair's weight stays."""
     numbers = seed.reshape(-1)
-    first = numbers[1:] if len(numbers) > 1 else numbers.new_zeros(2)
+    if len(numbers) == 7:
+        return _kept_pair_by_pair(p, numbers, items, heads, i, j)
+    first = numbers[1:] if len(numbers) > 1 else numbers.new_zeros(4)
     item, head = (_range(s.start, s.stop, seed) + first[n] & LOW for n, s in enumerate((items, heads)))
-    rows, keys = (_range(s.start // PATCH * 4, -(-s.stop // PATCH) * 4, seed) for s in (i, j))  # patches
-    counter = keys, rows[:, None], head[:, None, None], item[:, None, None, None]
-    words = torch.broadcast_tensors(*philox(counter, (numbers[0] & LOW, numbers[0] >> 32 & LOW)))
-    upper = (words[0] + words[1] + words[2] + words[3] & LOW) >> 24 < threshold(p) % 256
-    least = (threshold(p) // 256 + upper.to(torch.int16))[..., None, None, None, None]
+    rows, keys = (
+        _range(s.start // PATCH * 4, -(-s.stop // PATCH) * 4, seed) + 4 * first[2 + n] & LOW
+        for n, s in enumerate((i, j))
+    )  # patches
+    words = _words(numbers[0], item, head, rows, keys)
+    least = _least(p, words)[..., None, None, None, None]
     shape = (*words[0].shape, 2, 2)
     byte = torch.arange(0, 32, 8, dtype=torch.int32, device=seed.device).view(2, 2)
     pairs = torch.stack(words, -1).to(torch.int32).view(shape)[..., None, None] >> byte & 255  # (..., odd q, odd k, 8s)
@@ -78,6 +113,34 @@ def kept(p: float, seed: Tensor, items: slice, heads: slice, i: slice, j: slice)
     found: Tensor = (pairs >= least).view(b, h, n // 4, 4, m // 4, 4, 2, 2, 2, 2).permute(0, 1, 2, 8, 3, 6, 4, 9, 5, 7)
     found = found.reshape(b, h, 4 * n, 4 * m)
     return found[..., i.start % PATCH :, j.start % PATCH :][..., : i.stop - i.start, : j.stop - j.start]
+
+
+def _kept_pair_by_pair(p: float, numbers: Tensor, items: slice, heads: slice, i: slice, j: slice) -> Tensor:
+    """`kept` of queries and keys in steps, which share patches with others that are not here."""
+    seed, first_item, first_head, *places = numbers.unbind()
+    item, head = (
+        _range(items.start, items.stop, numbers) + first_item,
+        _range(heads.start, heads.stop, numbers) + first_head,
+    )
+    q, kv = (_range(s.start, s.stop, numbers) * places[2 * n + 1] + places[2 * n] for n, s in enumerate((i, j)))
+    words = _words(seed, item & LOW, head & LOW, *(n // PATCH * 4 + n % 8 // 2 & LOW for n in (q, kv)))
+    q = q[:, None]
+    even, odd = (torch.where(kv % 2 == 0, one, other) for one, other in (words[:2], words[2:]))
+    word = torch.where(q % 2 == 0, even, odd)
+    found: Tensor = (word >> 8 * (2 * (q // 8 % 2) + kv // 8 % 2) & 255) >= _least(p, words)
+    return found
+
+
+def _words(seed: Tensor, item: Tensor, head: Tensor, rows: Tensor, keys: Tensor) -> list[Tensor]:
+    """The random words (items, heads, rows, keys) of counters."""
+    counter = keys, rows[:, None], head[:, None, None], item[:, None, None, None]
+    return torch.broadcast_tensors(*philox(counter, (seed & LOW, seed >> 32 & LOW)))  # type: ignore[no-any-return]
+
+
+def _least(p: float, words: list[Tensor]) -> Tensor:
+    """What a byte must be at least for its pair to stay, by counters."""
+    upper = (words[0] + words[1] + words[2] + words[3] & LOW) >> 24 < threshold(p) % 256
+    return threshold(p) // 256 + upper.to(torch.int16)
 
 
 def _range(start: int, stop: int, like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sartor.features import DROPOUT, DROPOUT_PART, DTYPES, GENERAL, GRADIENTS, WIDE_OUT
+from sartor.features import DROPOUT, DROPOUT_PART, DROPOUT_STEPS, DTYPES, GENERAL, GRADIENTS, WIDE_OUT
 from sartor.kernels import dropout
 from sartor.kernels.algebra import add_to_table, attended, new_tables, sink_gradient, working_dtype
 from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved
@@ -24,7 +24,7 @@ from sartor.mods.core import index_tensors
 from sartor.mods.expr import evaluate
 from sartor.problem import Problem
 
-FEATURES = GENERAL | DTYPES | {WIDE_OUT, DROPOUT, DROPOUT_PART}
+FEATURES = GENERAL | DTYPES | {WIDE_OUT, DROPOUT, DROPOUT_PART, DROPOUT_STEPS}
 
 
 def heads_first(x: Operands, p: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ class Operands:
     aux: tuple[int | float | torch.Tensor, ...] = ()  # numbers, tables, tensors broadcastable to (b, hq, sq, skv)
     layout: str = "bshd"
     lse: bool = True  # whether it is wanted; a kernel may return None for one that is not
-    seed: torch.Tensor | None = None  # of dropout: int64, 1 number or 3, dense
+    seed: torch.Tensor | None = None  # of dropout: int64, 1, 5 or 7 numbers, dense
 
 
 class Saved(NamedTuple):

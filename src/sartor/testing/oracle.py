@@ -48,8 +48,8 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Iterato
 
 def _cut(name: str, option: Any, batch: slice, heads: slice) -> Any:
     if name == "dropout_seed":
-        first = [option.new_tensor([part.start]) for part in (batch, heads)]
-        return torch.cat([option.reshape(1), *first])
+        numbers = torch.cat([option.reshape(-1), option.new_zeros(4 if option.numel() == 1 else 0)])
+        return numbers + numbers.new_tensor([0, batch.start, heads.start, *[0] * (len(numbers) - 3)])
     if isinstance(option, Mask):
         aux = _cut_aux(option, batch, heads)
         return Mask(

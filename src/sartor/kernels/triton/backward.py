@@ -19,7 +19,19 @@ from typing import Any, NamedTuple
 import torch
 
 from sartor.device import Device
-from sartor.features import BF16, DROPOUT, F16, F32, GENERAL, GRADIENTS, SHARED_LSE, TF32, WIDE_OUT
+from sartor.features import (
+    BF16,
+    DROPOUT,
+    DROPOUT_PART,
+    DROPOUT_STEPS,
+    F16,
+    F32,
+    GENERAL,
+    GRADIENTS,
+    SHARED_LSE,
+    TF32,
+    WIDE_OUT,
+)
 from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.room import Room
 from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved, Tile, legal, length_class
@@ -56,7 +68,9 @@ def dense_like(t: torch.Tensor) -> torch.Tensor:
     return room if room.stride(3) == 1 else torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
-OF_PRODUCTS = GENERAL | GRADIENTS | {WIDE_OUT, SHARED_LSE, DROPOUT}  # whatever is multiplied
+OF_PRODUCTS = (
+    GENERAL | GRADIENTS | {WIDE_OUT, SHARED_LSE, DROPOUT, DROPOUT_PART, DROPOUT_STEPS}
+)  # whatever is multiplied
 
 
 @lru_cache(maxsize=1024)

@@ -23,11 +23,26 @@ def argument(p: Problem, x: Operands) -> tuple[Any, ...]:
 
 @triton.jit
 def seed_of(dropout, DROPOUT: tl.constexpr):
-    """The key of the random numbers, loaded once; nothing without dropout."""
-    if DROPOUT:
+    """The numbers of the seed, loaded once: DROPOUT is how many there are; nothing without dropout."""
+    if DROPOUT == 7:
+        return (
+            tl.load(dropout[0]), _number(dropout, 1), _number(dropout, 2), _number(dropout, 3), _number(dropout, 4),
+            _number(dropout, 5), _number(dropout, 6),
+        )  # fmt: skip
+    elif DROPOUT == 5:
+        return (
+            tl.load(dropout[0]), _number(dropout, 1), _number(dropout, 2), 4 * _number(dropout, 3),
+            4 * _number(dropout, 4),
+        )  # fmt: skip
+    elif DROPOUT:
         return tl.load(dropout[0])
     else:
         return 0
+
+
+@triton.jit
+def _number(dropout, i: tl.constexpr):
+    return tl.load(dropout[0] + i).to(tl.int32)
 
 
 @triton.jit
@@ -37,13 +52,18 @@ def stays(
 ):  # fmt: skip
     """Whether weights stay: [BLOCK_M, BLOCK_N] from (q_start, kv_start) on, multiples of 16; TRANSPOSED, keys along the
     rows. True without dropout."""
-    if DROPOUT:
+    if DROPOUT == 7:
+        return _stay_pair_by_pair(seed, dropout, b, h, q_start, kv_start, BLOCK_M, BLOCK_N, TRANSPOSED)
+    elif DROPOUT:
         o_q, o_kv = tl.arange(0, BLOCK_M // 4), tl.arange(0, BLOCK_N // 4)
         q, kv = (tl.cast(q_start, tl.int32) // 4 + o_q)[:, None], (tl.cast(kv_start, tl.int32) // 4 + o_kv)[None, :]
         if TRANSPOSED:
             q, kv = tl.trans(q), tl.trans(kv)
         head, item = tl.cast(h, tl.int32) + kv * 0 + q * 0, tl.cast(b, tl.int32) + kv * 0 + q * 0
-        words = tl.philox(seed, kv + q * 0, q + kv * 0, head, item)
+        if DROPOUT == 5:
+            words = tl.philox(seed[0], kv + q * 0 + seed[4], q + kv * 0 + seed[3], head + seed[2], item + seed[1])
+        else:
+            words = tl.philox(seed, kv + q * 0, q + kv * 0, head, item)
         bits = _compared(words, (dropout[1] >> 2).to(tl.uint32))
         m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         of_q, of_kv = (m & 1) * 2 + ((m >> 3) & 1) * 16, (n & 1) + ((n >> 3) & 1) * 8
@@ -56,6 +76,26 @@ def stays(
             return (_spread(bits, BLOCK_M, BLOCK_N) & (one << of_kv[None, :])) != 0
     else:
         return True
+
+
+@triton.jit
+def _stay_pair_by_pair(
+    seed, dropout, b, h, q_start, kv_start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Of queries and keys in steps: a counter for each pair, sixteen times as many as patches take."""
+    q = ((tl.cast(q_start, tl.int32) + tl.arange(0, BLOCK_M)) * seed[4] + seed[3])[:, None]
+    kv = ((tl.cast(kv_start, tl.int32) + tl.arange(0, BLOCK_N)) * seed[6] + seed[5])[None, :]
+    if TRANSPOSED:
+        q, kv = tl.trans(q), tl.trans(kv)
+    q, kv = q + kv * 0, kv + q * 0
+    head, item = tl.cast(h, tl.int32) + seed[2] + kv * 0, tl.cast(b, tl.int32) + seed[1] + kv * 0
+    words = tl.philox(seed[0], (kv >> 4) * 4 + ((kv & 7) >> 1), (q >> 4) * 4 + ((q & 7) >> 1), head, item)
+    steps = (dropout[1] >> 2).to(tl.uint32)
+    least = (steps >> 8) + (((words[0] + words[1] + words[2] + words[3]) >> 24) < (steps & 255)).to(tl.uint32)
+    even, odd = tl.where((kv & 1) == 0, words[0], words[1]), tl.where((kv & 1) == 0, words[2], words[3])
+    word = tl.where((q & 1) == 0, even, odd)
+    shift = (((q >> 3) & 1) * 16 + ((kv >> 3) & 1) * 8).to(tl.uint32)
+    return ((word >> shift) & 255) >= least
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sartor.device import Device
-from sartor.features import BF16, DROPOUT, F16, F32, GENERAL, GRADIENTS, TF32, WIDE_OUT
+from sartor.features import BF16, DROPOUT, DROPOUT_PART, DROPOUT_STEPS, F16, F32, GENERAL, GRADIENTS, TF32, WIDE_OUT
 from sartor.kernels.spec import KernelSpec, Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
 from sartor.problem import Problem
@@ -205,7 +205,7 @@ class Results(NamedTuple):
         return {"out_ptr": self.out.data_ptr(), "lse_ptr": self.lse.data_ptr(), "bad_ptr": self.bad.data_ptr()}
 
 
-OF_PRODUCTS = GENERAL | {WIDE_OUT, DROPOUT}  # whatever is multiplied
+OF_PRODUCTS = GENERAL | {WIDE_OUT, DROPOUT, DROPOUT_PART, DROPOUT_STEPS}  # whatever is multiplied
 
 
 class TritonForward(KernelSpec):

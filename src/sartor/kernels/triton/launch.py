@@ -131,7 +131,7 @@ def common(plan: Plan, x: Operands) -> dict[str, Any]:
         "PRESCALE": prescaled(p),
         "PRECISION": p.precision if p.dtype == torch.float32 else "ieee",
         "dropout": dropout.argument(p, x),
-        "DROPOUT": p.dropout_p > 0,
+        "DROPOUT": p.dropout_numbers if p.dropout_numbers > 1 else p.dropout_p > 0,
     }
 
 
