@@ -130,6 +130,11 @@ def options(case: Case) -> dict[str, Any]:
         "bias_broadcast": lambda: {"bias": draw(hq, 1, skv), "causal": True},
         "bias_rows": lambda: {"bias": draw(1, hq, sq, 1), "window": (9, 9)},
         "sinks": lambda: {"sinks": draw(hq), "window": (5, 0)},
+        "dropout": lambda: {"dropout_p": 0.3, "dropout_seed": 2**40 + 5, "causal": True},
+        "dropout_full": lambda: {
+            "dropout_p": 0.2, "sinks": draw(hq), "softcap": 3.0,
+            "dropout_seed": torch.tensor([7, 1, 3, 2, 5], device=case.device),
+        },
         "everything": lambda: {
             "sinks": draw(hq), "bias": draw(1, 1, sq, skv), "alibi_slopes": draw(hq).abs(), "softcap": 3.0,
             "mask": mods.document(ids(document_ids(1, sq, case.seed))), "causal": True,

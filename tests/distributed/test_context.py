@@ -14,7 +14,7 @@ from sartor.testing import check_all, reference, reference_gradients
 FEATURES = [
     "full", "causal", "top_left", "window", "sliding", "far", "documents", "causal_documents", "packed", "prefix",
     "per_item", "function", "table", "mask_tensor", "mask_keys", "score", "score_tensor", "indexed", "alibi", "softcap",
-    "bias", "bias_broadcast", "bias_rows", "sinks", "everything",
+    "bias", "bias_broadcast", "bias_rows", "sinks", "dropout", "dropout_full", "everything",
 ]  # fmt: skip
 OF_ROWS = {"mask_tensor", "bias", "bias_rows", "everything"}  # tables of queries, which Ulysses refuses
 
@@ -99,6 +99,9 @@ SHAPES = [
     Case("packed", "ring", "balanced", ranks=3, seqlen_q=50, chunk=4, batch=1),
     Case("window", "ring", "contiguous", ranks=4, seqlen_q=1200, batch=1, heads="mha"),  # parts of shards are sent
     Case("packed", "ring", "zigzag", ranks=4, seqlen_q=1200, batch=1, heads="mha"),
+    Case("dropout", "ring", "zigzag", ranks=4, seqlen_q=128),  # which begin on sixteens
+    Case("dropout", "usp", "zigzag", mesh=(2, 2), seqlen_q=128),
+    Case("dropout_full", "usp", "striped", mesh=(2, 2), seqlen_q=37),
 ]
 
 

@@ -102,6 +102,9 @@ def of_dtensors(groups, layout):
         for a, b in zip(found, expected, strict=True):
             assert isinstance(a, DTensor)
             torch.testing.assert_close(a.full_tensor(), b, **CLOSE)
+        given = {"layout": layout, "dropout_p": 0.5, "dropout_seed": 3}
+        dropped = context.attention(*placed, **given).full_tensor()
+        torch.testing.assert_close(dropped, sartor.attention(*whole, **given), **CLOSE)
     found[0].to_local().sum().backward()
     wrong = [distribute_tensor(t, mesh, [Replicate(), Shard(3)]) for t in whole]
     with pytest.raises(ValueError, match="must be sharded on the sequence"):
@@ -136,8 +139,11 @@ def in_a_model(groups):
     expected = model(*whole, table)
     with context.context_parallel(group=group, layout_of_sequence="zigzag", method="ring"):
         found = model(*(t.transpose(1, 2) for t in (q, k, v)), rows)
-        with pytest.raises(NotImplementedError, match="dropout_p must be 0"):
-            F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        torch.manual_seed(3)
+        dropped = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), dropout_p=0.5)
+    torch.manual_seed(3)
+    want = sartor.scaled_dot_product_attention(*whole, dropout_p=0.5)
+    torch.testing.assert_close(dropped, context.shard(want, sharding, dist.get_rank(), dim=2), **CLOSE)
     torch.testing.assert_close(found, context.shard(expected, sharding, dist.get_rank(), dim=2), **CLOSE)
     gradients(found, [q, k, v])
     torch.testing.assert_close(model(*whole, table), expected)  # outside of it, PyTorch's own again

@@ -56,6 +56,35 @@ def test_masks_are_the_references_bit_for_bit(kernel, dtype, dim):
         assert torch.equal(dv.transpose(1, 2)[..., : queries.shape[2]] != 0, queries.transpose(2, 3))
 
 
+PARTS = {"sixteens": (1, 2, 3, 5), "in steps": (1, 2, 3, 2, 7, 3)}  # what follows the seed
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [one for one in KERNELS if one.values[0] != "hopper"])
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_parts_of_a_larger_problem(kernel, dtype, dim, name):
+    """Their masks are the reference's bit for bit, in out and in dv, and gradients are within budgets."""
+    seed = torch.tensor([SEED, *PARTS[name]])
+    q, k, _ = inputs(dtype, hkv=4, sq=250, skv=230, d=dim)
+    want = dropout.kept(P, seed, slice(0, 2), slice(0, 4), slice(0, 250), slice(0, 230)).cuda()
+    given = {"kernel": kernel, "dropout_p": P, "dropout_seed": seed.cuda()}
+    for first in range(0, 250, dim):
+        v = marked(230, dim, first, dtype).requires_grad_()
+        out = sartor.attention(q, k, v, **given)
+        (dv,) = torch.autograd.grad(out, v, marked(250, dim, first, dtype))
+        keys, queries = want[..., first : first + dim], want[..., first : first + dim, :]
+        assert torch.equal(out.transpose(1, 2)[..., : keys.shape[3]] != 0, keys)
+        assert torch.equal(dv.transpose(1, 2)[..., : queries.shape[2]] != 0, queries.transpose(2, 3))
+    testing.verify(*inputs(dtype, d=dim), layout="bshd", causal=True, through_lse=True, **given)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_hopper_refuses_parts_in_words(name):
+    seed = torch.tensor([SEED, *PARTS[name]], device="cuda")
+    with pytest.raises(sartor.Unsupported, match="needs dropout of"):
+        sartor.attention(*inputs(torch.bfloat16), kernel="hopper", dropout_p=P, dropout_seed=seed)
+
+
 @of_every_kernel
 @pytest.mark.parametrize("name", ["full", "causal", "features", "documents"])
 def test_budgets(kernel, dtype, name):

@@ -1,13 +1,11 @@
-"""What the faces share: errors in the face's own words, and dropout where there is none."""
+"""What the faces share: errors in the face's own words."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
-
-from sartor.checks import real
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,13 +29,3 @@ def named(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]
         return call
 
     return decorate
-
-
-def no_dropout(dropout_p: Any) -> None:
-    """Of a sequence on several ranks: accept 0; say that a probability is not supported, and what is none."""
-    if not 0 <= real("dropout_p", dropout_p) < 1:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-    if dropout_p:
-        raise NotImplementedError(
-            f"dropout_p must be 0, got {dropout_p}: a sequence on several ranks has no dropout yet"
-        )

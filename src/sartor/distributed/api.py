@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from sartor import ops
-from sartor.api import Causal, Layout, Window, _autocast
+from sartor.api import Causal, Layout, Window, _autocast, seed_of
 from sartor.checks import boolean, real
 from sartor.distributed import dtensor, operator
 from sartor.distributed.choose import choose
 from sartor.distributed.operator import Place
 from sartor.distributed.sharding import KINDS, Sharding
 from sartor.distributed.ulysses import collect_heads, spread_heads
+from sartor.kernels import dropout
 from sartor.mods.core import Mask, Score
 from sartor.problem import Call
 
@@ -59,6 +60,7 @@ def attention(
     bias: Tensor | None = None, mask: Tensor | Mask | None = None, score: Score | None = None,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, deterministic: bool = False,
     return_lse: bool = False, out_dtype: torch.dtype | None = None, kernel: str = "auto", precision: str = "ieee",
+    dropout_p: float = 0.0, dropout_seed: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`sartor.attention` over a sequence that lies on several ranks: q, k and v are this rank's shards.
 
@@ -84,6 +86,10 @@ def attention(
         sinks: the same on all ranks. Its gradient, that of a bias without queries, and those of tensors that a score
             reads are what this rank's queries and heads add: sum them over the group as those of every parameter that
             all ranks hold.
+        dropout_p, dropout_seed: which weights are dropped is a function of positions in the whole sequence, whatever
+            the sharding and the method: those that one device drops by the same seed. It is drawn from this rank's own
+            generator where none is given: ranks that are seeded alike drop what one device does. A seed tensor has 1
+            number or 5.
         Others: as in `sartor.attention`.
 
     Returns:
@@ -96,15 +102,19 @@ def attention(
     """
     boolean("return_lse", return_lse)
     if dtensor.is_one(q) or dtensor.is_one(k) or dtensor.is_one(v):
+        first_item, first_head = dtensor.first(q, layout)
         q, k, v, mesh, layout_of_sequence, wrap = dtensor.unwrapped(q, k, v, mesh, layout_of_sequence, layout)
     else:
-        wrap = None
+        wrap, first_item, first_head = None, 0, 0
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
     call = Call(
         q, k, v, bias, mask, score, alibi_slopes, sinks, causal, window, softmax_scale, softcap, deterministic,
-        out_dtype, kernel, precision, layout,
+        out_dtype, kernel, precision, layout, dropout_p=dropout_p,
     ).bshd()  # fmt: skip
+    call.dropout_seed = seed_of(call, dropout_seed)
+    if call.dropout_seed is not None and (first_item or first_head):
+        call.dropout_seed = dropout.part(call.dropout_seed, first_head=first_head, first_item=first_item)
     ranks = Ranks("", 1, 0, "", 1, 0) if wrap is not None and mesh is group is None else ranks_of(mesh, group)
     queries, keys = shardings_of(layout_of_sequence, ranks.ranks, call)
     name = choose(call, ranks, queries, keys) if method == "auto" else method

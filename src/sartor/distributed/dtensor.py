@@ -24,6 +24,16 @@ def is_one(t: Any) -> bool:
     return isinstance(t, DTensor)
 
 
+def first(t: Any, layout: str) -> tuple[int, int]:
+    """The batch item and the head that are the first ones on this rank."""
+    if not is_one(t):  # which `unwrapped` refuses
+        return 0, 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    return offset[0], offset[2 if layout == "bshd" else 1]
+
+
 def unwrapped(
     q: Any, k: Any, v: Any, mesh: Any, layout_of_sequence: Any, layout: str
 ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Wrap]:

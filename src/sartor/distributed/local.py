@@ -14,6 +14,7 @@ from sartor.distributed.merge import Merged
 from sartor.distributed.sharding import Runs, Sharding
 from sartor.distributed.shift import Frame, both, shifted, shifted_band
 from sartor.distributed.sight import Sight, sight
+from sartor.kernels import dropout
 from sartor.kernels.spec import Gradients, Saved
 from sartor.mods import masks, scores
 from sartor.mods.core import Mask, Score
@@ -76,7 +77,7 @@ class Local:
     def _plain(self) -> bool:
         """Whether a pair that the mask allows is like every other."""
         call = self.call
-        return self.score is None and call.bias is None and not isinstance(call.mask, Tensor)
+        return self.score is None and call.bias is None and not isinstance(call.mask, Tensor) and not call.dropout_p
 
     def rectangles(self, block: Runs) -> Iterator[Rectangle]:
         """The dense problems of a block of keys that are not empty."""
@@ -96,7 +97,7 @@ class Local:
 
     def problem(self, at: Rectangle, k: Tensor, v: Tensor) -> Call:
         """One of them as a call."""
-        call = self.call
+        call, seed = self.call, self.call.dropout_seed
         mask = score = bias = None
         if at.frame is not None:
             mask = None if at.full else self._mask(at.frame)
@@ -105,9 +106,12 @@ class Local:
                 mask = own if mask is None else both(own, mask)
             score = None if self.score is None else shifted(self.score, at.frame)
             bias = None if call.bias is None else self._pairs(call.bias, at)
+            if seed is not None:
+                q, kv = at.frame.q, at.frame.kv
+                seed = dropout.part(seed, (q.first, q.step), (kv.first, kv.step), self.first_head)
         return replace(
             call, q=call.q[:, at.q], k=k[:, at.kv], v=v[:, at.kv], bias=bias, mask=mask, score=score,
-            alibi_slopes=None, sinks=None, causal=False, window=None, layout="bshd",
+            alibi_slopes=None, sinks=None, causal=False, window=None, layout="bshd", dropout_seed=seed,
         )  # fmt: skip
 
     def _mask(self, frame: Frame) -> Mask | None:

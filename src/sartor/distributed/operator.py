@@ -132,12 +132,18 @@ def _check(place: Place, local: Local) -> None:
     Problem.of(Call(
         call.q, call.k, call.v, sinks=call.sinks, alibi_slopes=None if place.heads else call.alibi_slopes,
         causal=call.causal, window=call.window, softmax_scale=call.softmax_scale, softcap=call.softcap,
-        out_dtype=call.out_dtype, kernel=call.kernel, precision=call.precision,
+        out_dtype=call.out_dtype, kernel=call.kernel, precision=call.precision, dropout_p=call.dropout_p,
+        dropout_seed=call.dropout_seed,
     ))  # fmt: skip
     if place.gradient and call.kernel.startswith("reference"):
         raise ValueError(
             "kernel must be one whose backward takes the softmax of all keys as given, got 'reference', which computes"
             " it from the keys at hand"
+        )
+    if call.dropout_seed is not None and call.dropout_seed.numel() > 5:
+        raise ValueError(
+            "dropout_seed must be an int, or 1 or 5 numbers where a sequence lies on several ranks, got"
+            f" {tuple(call.dropout_seed.shape)}"
         )
     (b, sq, hq, _), skv = call.q.shape, local.keys.seqlen
     _check_table("bias", call.bias, (b, hq, sq, skv))
@@ -186,6 +192,7 @@ def _description(place: Place, local: Local) -> str:
         f" {call.k.shape[3]} and {call.v.shape[3]}), queries `{place.queries}`, keys `{place.keys}`, causal"
         f" {call.causal}, window {call.window}, scale {call.softmax_scale}, softcap {call.softcap}, kernel"
         f" {call.kernel}, precision {call.precision}, out {call.out_dtype}, gradient {place.gradient},"
+        f" dropout {call.dropout_p},"
         f" {'; '.join(extras)}"
     )
 

@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sartor.compat.arguments import no_dropout
 from sartor.distributed.api import Method, Shardings, attention
 
 Tensor = torch.Tensor
@@ -42,14 +41,14 @@ def context_parallel(
         **options: of `sartor.distributed.attention`, for what PyTorch's call has no argument for: `mask`, `window`, ...
 
     Of PyTorch's arguments, `attn_mask` is (batch, heads, queries of this rank, all keys), `is_causal` means positions
-    of the whole sequence, `dropout_p` must be 0, and inputs must have four dims.
+    of the whole sequence, `dropout_p` drops what one device does where ranks are seeded alike, and inputs must have
+    four dims.
     """
 
     def replaced(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        no_dropout(dropout_p)
         if query.dim() != 4:
             raise ValueError(f"query must have 4 dims (batch, heads, seqlen, dim), got {tuple(query.shape)}")
         if query.shape[1] != key.shape[1] and not enable_gqa:
@@ -61,7 +60,7 @@ def context_parallel(
             given["causal"] = "top_left"
         out = attention(
             query, key, value, mesh=mesh, group=group, method=method, layout_of_sequence=layout_of_sequence,
-            timeout=timeout, layout="bhsd", softmax_scale=scale, **given,
+            timeout=timeout, layout="bhsd", softmax_scale=scale, dropout_p=dropout_p, **given,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out

@@ -18,7 +18,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sartor.api import attention
-from sartor.compat.arguments import no_dropout
 from sartor.integrations.intervals import Band, Place, hull, mask, of_pairs
 from sartor.mods import packed
 
@@ -297,7 +296,7 @@ def attention_forward(
         module: whose `is_causal` counts where there is neither mask nor `is_causal`.
         query, key, value: (batch, heads, seqlen, dim); the key heads are not repeated.
         attention_mask: of `layer_mask`, or a bool or float tensor (batch, 1 or heads_q, seqlen_q, seqlen_kv).
-        dropout: the probability of attention's; of a sequence on several ranks others than 0 raise NotImplementedError.
+        dropout: the probability of attention's, drawn from PyTorch's generator of the device.
         s_aux: (heads_q,) sinks. position_bias: (1 or batch, heads_q, seqlen_q, seqlen_kv), added to the scores.
         sliding_window, cu_seq_lens_q, cu_seq_lens_k: as for flash attention; the window is read with the latter only,
             which otherwise is in the mask.
@@ -329,8 +328,7 @@ def attention_forward(
     if "layout_of_sequence" in arguments:
         from sartor.distributed import attention as function
 
-        no_dropout(dropout)
-    elif dropout:
+    if dropout:
         arguments = arguments | {"dropout_p": dropout}
     out = function(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), softmax_scale=scaling,
