@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch.autograd import forward_ad
 
-from sartor import front, ops
+from sartor import compiled, front, ops
 from sartor.checks import (
     LAYOUTS,
     boolean,
@@ -119,9 +119,14 @@ def attention(
         and dropout_seed is None and not unknown and forward_ad._current_level < 0
         and not (autocast and getattr(q, "is_cpu", True))  # PyTorch's kernels, which autocast would change
     ):  # fmt: skip
-        found = front.attend(
-            q, k, v, bias, mask, score, alibi_slopes, causal, window, softmax_scale, softcap, layout, kernel
-        )
+        if not torch.compiler.is_compiling():
+            found = front.attend(
+                q, k, v, bias, mask, score, alibi_slopes, causal, window, softmax_scale, softcap, layout, kernel
+            )
+        elif bias is None and mask is None and score is None and alibi_slopes is None:
+            found = compiled.attend(q, k, v, causal, window, softmax_scale, softcap, layout, kernel)
+        else:
+            found = None
         if found is not None:
             return found
     if unknown:

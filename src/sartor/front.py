@@ -31,7 +31,7 @@ def attend(
     """out, in `layout`, or None of a call that goes the way of all others: whatever is wrong with it is said there."""
     if q.__class__ not in PLAIN or causal.__class__ not in (bool, str):
         return None
-    if torch.compiler.is_compiling() or dispatch_modes():
+    if dispatch_modes():
         return None
     tensors: tuple[Any, ...] = q, k, v
     extras: tuple[Any, ...] = ()

@@ -99,6 +99,12 @@ def _made_like(gradient: Tensor, t: Tensor) -> bool:
     return torch.empty_like(t, device="meta").stride() == gradient.stride()
 
 
+def alone(prepared: ops.Prepared) -> bool:
+    """Whether the plan's kernels read q, k and v as they are, and no other tensor."""
+    p = prepared.problem
+    return not (None in prepared.template or p.sinks or p.dropout_p or p.copies or p.out_dtype != p.dtype)
+
+
 class Native:
     """A plan of which autograd has to keep q, k, v and the results, and nothing else."""
 
@@ -115,10 +121,8 @@ class Native:
 
     @classmethod
     def of(cls, prepared: ops.Prepared, layout: str, device: torch.device) -> Native | None:
-        """None of a plan whose calls need copies, or whose kernels read other tensors."""
-        p = prepared.problem
-        others = None in prepared.template or p.sinks or p.dropout_p or p.copies or p.out_dtype != p.dtype
-        return None if others else cls(prepared, layout, device)
+        """None of a plan that is not for q, k and v alone."""
+        return cls(prepared, layout, device) if alone(prepared) else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """out, for autograd to follow; None where saved tensors have hooks, which may give back something else."""

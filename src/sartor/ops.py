@@ -370,17 +370,22 @@ torch.library.register_autograd("sartor::attention", _operator_backward, setup_c
 torch.library.register_autograd("sartor::attention_backward", _no_double_backward, lib=_LIBRARY)
 
 
+def useful_flops(q: Any, k: Any, v: Any, causal: str) -> int:
+    """Of the forward, by operands' shapes: 2 b h sq skv (d + dv), half of it for a square causal mask."""
+    (b, sq, hq, d), skv = q, k[1]
+    pairs = sq * skv // 2 if causal and sq == skv else sq * skv
+    return int(2 * b * hq * pairs * (d + v[3]))
+
+
 def _flops(args: Sequence[Any]) -> int:
     """Of operands' shapes."""
     given = named(args)
-    (b, sq, hq, d), skv = given["q"], given["k"][1]
-    pairs = sq * skv // 2 if given["causal"] and sq == skv else sq * skv
-    return int(2 * b * hq * pairs * (d + given["v"][3]))
+    return useful_flops(given["q"], given["k"], given["v"], given["causal"])
 
 
 @register_flop_formula(torch.ops.sartor.attention)
 def _forward_flops(*args: Any, out_shape: Any = None, **_: Any) -> int:
-    """Useful FLOPs of the forward: 2 b h sq skv (d + dv), half of it for a square causal mask."""
+    """Useful FLOPs of the forward."""
     return _flops(args)
 
 
