@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from test_mods import assert_sound
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sartor
 from sartor.problem import band
@@ -57,6 +58,12 @@ PLACES = {  # q_length, kv_length, q_offset, kv_offset
     "sliding": (2, 6, 11, 7),
     "static_sliding": (2, 6, torch.tensor([11]), 7),
     "cross": (4, 9, 0, 0),
+}
+ONE = {
+    "decode": (1, 9, 8, 0),
+    "static_decode": (1, 12, torch.tensor(7), 0),
+    "sliding_decode": (1, 6, 12, 7),
+    "static_sliding_decode": (1, 6, torch.tensor([11]), 7),
 }
 IDS = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, 2, 2, -1, -1], [0, 0, -1, -1, -1, -1, 0, 0, -1, -1, -1, -1, -1]])
 FUNCTIONS = {
@@ -295,6 +302,63 @@ def test_greedy_tokens(name, cache):
     want, found = both(model, lambda: model.generate(input_ids=ids, **options))
     assert torch.equal(found.sequences, want.sequences)
     assert_close(torch.stack(found.logits), torch.stack(want.logits))
+
+
+class Operations(TorchDispatchMode):
+    """How many torch operations ran."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("cache", "most"), [(None, 2), ("static", 7)])
+def test_a_tokens_mask_is_made_in_a_few_operations(cache, most, monkeypatch):
+    """After a prompt with padding at the left; with a static cache a token's place is on the device."""
+    counts, made = [], ours.layer_mask
+
+    def counted(*args, **kwargs):
+        with Operations() as operations:
+            found = made(*args, **kwargs)
+        counts.append(operations.count)
+        return found
+
+    model = decoder("llama")
+    model.set_attn_implementation("sartor")
+    monkeypatch.setitem(theirs.AttentionMaskInterface._global_mapping, "sartor", counted)
+    ids, seen = tokens()
+    for _ in range(2):  # what is traced once is traced in the first
+        counts.clear()
+        model.generate(
+            ids,
+            attention_mask=seen,
+            max_new_tokens=6,
+            do_sample=False,
+            cache_implementation=cache,
+            disable_compile=True,
+        )
+    assert len(counts) == 6
+    assert max(counts[1:]) <= most, counts
+
+
+@pytest.mark.parametrize("place", ["decode", "static_decode", "static_sliding_decode", "sliding_decode"])
+@pytest.mark.parametrize("name", ["causal", "window", "two_sided", "full", "long_window"])
+def test_masks_of_a_token_after_a_prompt(name, place):
+    """Of the prompt's padding and what follows, of which some may be no tokens."""
+    _, kv, _, kv_offset = places = ONE[place]
+    prompt = pads(5)["left"]
+    ours.layer_mask(
+        BATCH, 5, 5, mask_function=theirs.causal_mask_function, attention_mask=prompt, device=torch.device("cpu")
+    )
+    whole = torch.cat([prompt, torch.ones(BATCH, kv + kv_offset - 5, dtype=torch.bool)], 1)
+    gap, other = whole.clone(), whole.clone()
+    gap[0, -1], other[1, 0] = False, False
+    assert ours._first_seen(whole) is not None
+    assert ours._first_seen(gap) is ours._first_seen(other) is ours._first_seen(whole[:, :4]) is None
+    for padding in (whole, gap, other, whole[:, :-2]):
+        assert_as_sdpa(FUNCTIONS[name](), places, padding)
 
 
 def test_a_prompt_in_parts():

@@ -2,7 +2,7 @@
 
 What models ask for (causal, sliding window, chunks, packed sequences, padding, blocks of an image) comes down to one
 interval of keys for each query, less the padded keys, more the keys of its own block. `Band` says which; `mask` turns
-it into a `sartor.mods.Mask` of O(seqlen) memory. The masks share five templates, made at import, so that masks can be
+it into a `sartor.mods.Mask` of O(seqlen) memory. The masks share a few templates, made at import, so that masks can be
 made while torch.compile compiles. Nothing here waits for the device.
 """
 
@@ -122,6 +122,7 @@ def hull(seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _ROW, _COL = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2, 1, 2, 1), (2, 1, 1, 2)))
+_ONE = torch.empty(2, 1, 1, 1, dtype=torch.int32, device="meta")
 _SEEN = torch.empty(2, 1, 1, 2, dtype=torch.bool, device="meta")
 _INTERVALS = interval(
     rows=lambda b, h, q, aux: (aux[0], aux[1]),
@@ -134,6 +135,24 @@ _FROM_THE_FIRST = interval(  # of which the keys may be taken in parts
     cols=lambda b, h, kv, aux: (aux[1], aux[2]),
     aux=(_ROW, _COL, _COL),
     name="intervals",
+)
+_LAST_ONE = Mask(  # of one query, whose keys begin where they may: [0, 1)
+    keep=lambda b, h, q, kv, aux: (kv >= aux[0]) & (kv < aux[1]),
+    aux=(_ONE, _ONE),
+    rows=lambda b, h, q, aux: (aux[0], aux[1], aux[0], aux[1]),
+    name="of_one",
+)
+_LAST_TO_THE_END = Mask(
+    keep=lambda b, h, q, kv, aux: kv >= aux[0],
+    aux=(_ONE,),
+    rows=lambda b, h, q, aux: (aux[0], BIG, aux[0], BIG),
+    name="of_one_to_the_end",
+)
+_LAST_FROM_THE_FIRST = Mask(  # of which the keys may be taken in parts
+    keep=lambda b, h, q, kv, aux: kv < aux[0],
+    aux=(_ONE,),
+    rows=lambda b, h, q, aux: (0, aux[0], 0, aux[0]),
+    name="of_one_from_the_first",
 )
 _PADDED = Mask(  # the keys [0, 1) of those that are seen, full [2, 3)
     keep=lambda b, h, q, kv, aux: (kv >= aux[0]) & (kv < aux[1]) & aux[4],
@@ -192,6 +211,45 @@ def mask(band: Band, place: Place, seen: Tensor | None = None, together: bool = 
     return over(
         _PADDED, *_of_rows(lo, hi, lo, torch.where(filled, hi, lo)), *_of_cols(seen), *_of_cols(*cols)
     )  # fmt: skip
+
+
+def of_one(band: Band, place: Place, first: Tensor | None, end: int) -> Mask | None:
+    """A window of one query, as in every step of generation: `mask` in a few operations on small tensors.
+
+    Args:
+        first: int32 (batch, 1, 1, 1), the position of the first key that an item sees; None: all before it.
+        end: position after the last key that is seen.
+
+    Returns:
+        None where the query is known to see all keys.
+    """
+    own = place.q_offset - place.kv_offset
+    left = None if band.left is None or band.left >= place.seqlen_kv - 1 else band.left
+    lo = first if first is None or not place.kv_offset else first - place.kv_offset
+    if left is not None:
+        least = own - left
+        if lo is None:
+            lo = _of_one(least, place)
+        else:
+            lo = torch.maximum(lo, least.int()) if isinstance(least, Tensor) else lo.clamp_min(least)
+    last = end - place.kv_offset
+    if band.right is None:
+        hi = None if last >= place.seqlen_kv else _of_one(last, place)
+    elif isinstance(own, Tensor):
+        hi = _of_one((own + (band.right + 1)).clamp_max(min(last, place.seqlen_kv)), place)
+    else:
+        nearest = min(own + band.right + 1, last)
+        hi = None if nearest >= place.seqlen_kv else _of_one(nearest, place)
+    if lo is None:
+        return None if hi is None else over(_LAST_FROM_THE_FIRST, hi)
+    return over(_LAST_TO_THE_END, lo) if hi is None else over(_LAST_ONE, lo, hi)
+
+
+def _of_one(value: int | Tensor, place: Place) -> Tensor:
+    """int32 (1, 1, 1, 1)."""
+    if isinstance(value, Tensor):
+        return value.int().view(1, 1, 1, 1)
+    return torch.full((1, 1, 1, 1), value, dtype=torch.int32, device=place.device)
 
 
 def _with_blocks(band: Band, place: Place, rows: Span, cols: Span, seen: Tensor | None) -> Mask:

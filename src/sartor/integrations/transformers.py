@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sartor.api import attention
-from sartor.integrations.intervals import Band, Place, hull, mask, of_pairs
+from sartor.integrations.intervals import Band, Place, hull, mask, of_one, of_pairs
 from sartor.mods import packed
 
 if TYPE_CHECKING:
@@ -122,12 +122,19 @@ def layer_mask(
             (batch_size, 1, q_length, kv_length), Place(q_length, kv_length, q_offset, kv_offset, None), options
         )
     place = Place(q_length, kv_length, q_offset, kv_offset, options.get("device"))
-    seen, together = _padding(options.get("attention_mask"), place)
+    padded = options.get("attention_mask")
     shape = (batch_size, 1, q_length, kv_length)
     try:
         band = _band(options["mask_function"])
     except _Unknown:
         return LayerMask(shape, {"mask": of_pairs(_pairs(shape, place, options))})
+    if q_length == 1 and band.is_window and not torch.compiler.is_compiling():
+        first = None if padded is None else _first_seen(padded)
+        if (first is not None) if padded is not None else isinstance(q_offset, Tensor):
+            end = kv_offset + kv_length if padded is None else padded.shape[-1]
+            one = of_one(band, place, first, end)
+            return LayerMask(shape, {"causal": False, "window": (None, None)} if one is None else {"mask": one})
+    seen, together = _padding(padded, place)
     if seen is None and band.is_everything and options.get("allow_is_bidirectional_skip"):
         return None
     if seen is None and band.is_window:
@@ -164,8 +171,27 @@ def _padding(attention_mask: Tensor | None, place: Place) -> tuple[Tensor | None
         return seen, False
     lo, hi, filled = hull(seen)
     everywhere = filled & (hi - lo == place.seqlen_kv)
-    whole, together = torch.stack([everywhere.all(), filled.all()]).tolist()
+    to_the_end = filled & (hi == attention_mask.shape[-1])
+    whole, together, at_the_left = torch.stack([everywhere.all(), filled.all(), to_the_end.all()]).tolist()
+    if at_the_left and not place.kv_offset and not whole:
+        _PROMPT[:] = [(attention_mask.clone(), lo.view(-1, 1, 1, 1))]
     return None if whole else seen, together
+
+
+_PROMPT: list[tuple[Tensor, Tensor]] = []  # the last mask with padding at the left alone, and the first keys seen
+
+
+def _first_seen(attention_mask: Tensor) -> Tensor | None:
+    """The first key that each item sees, (batch, 1, 1, 1), where this is the last prompt's mask followed by tokens that
+    all see: as in every step of generation."""
+    for prompt, first in _PROMPT:
+        more = attention_mask.shape[-1] - prompt.shape[-1]
+        alike = all(getattr(prompt, a) == getattr(attention_mask, a) for a in ("dtype", "device", "ndim"))
+        if not alike or more < 0 or attention_mask.shape[0] != prompt.shape[0]:
+            continue
+        if torch.equal(torch.nn.functional.pad(prompt, (0, more), value=True), attention_mask):
+            return first
+    return None
 
 
 def _pairs(shape: tuple[int, int, int, int], place: Place, options: dict[str, Any]) -> Tensor:
