@@ -15,6 +15,7 @@ typedef struct {
 static unsigned char told[1 << 20];
 static size_t length;
 static int quiet, refusals, refusal;
+int stub_capturing;
 void *stub_stream, *stub_context = (void *)1;  // torch's current ones
 
 static void note(const void *from, size_t size) {
@@ -64,5 +65,6 @@ int cuGetErrorName(int status, const char **name) {
 
 int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (void *)(uintptr_t)(device + 1), 0; }
 int cuCtxGetCurrent(void **context) { return *context = stub_context, 0; }
+int cuStreamIsCapturing(void *stream, int *capturing) { return *capturing = stub_capturing, stream == 0; }
 int cuCtxSetCurrent(void *context) { return context == 0; }
 int aoti_torch_get_current_cuda_stream(int device, void **stream) { return *stream = stub_stream, 0 * device; }

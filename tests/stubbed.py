@@ -19,7 +19,7 @@ from sartor import driver, node, nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
 from sartor.kernels.cuda import host
 from sartor.mods.recent import Recent
-from sartor.replay import backward
+from sartor.replay import calls
 
 COMPILER = shutil.which("cc")
 
@@ -80,7 +80,7 @@ def stubbed() -> Any:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         patch.setattr(ops, "PREPARED", Recent(2048))
-        patch.setattr(backward._functions(), "cuda", stub.library)
+        patch.setattr(calls._functions(), "cuda", stub.library)
         patch.setattr(node, "_SERVED", [])
         served = node.serve("CPU", "AutogradCPU")
         try:

@@ -15,15 +15,15 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from sartor import direct, ops
+from sartor.kernels.cuda.host import capturing
 from sartor.kernels.native import hooked
 from sartor.kernels.once import once
-from sartor.kernels.spec import Operands, Saved
-from sartor.replay.backward import Calls, Kernel, why_not
+from sartor.kernels.spec import Again, Operands, Saved
+from sartor.replay.calls import BACKWARD, FORWARD, OPERATOR, PYTHONS_FORWARD, Calls, Kernels, why_not
 from sartor.replay.lists import Replayed
 
 Tensor = torch.Tensor
 ALIKE = 8  # backwards kept of one plan, which differ in what arrives, or in guards
-OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class Work:
@@ -35,14 +35,14 @@ class Work:
         self.prepared, self.turned = prepared, layout != "bshd"
         self.turns = self.turned and not prepared.any_layout  # in the forward too
         self.layouts: tuple[Any, ...] = ()  # of what the node saves: for all calls of the plan
-        self.again: Any = None  # `KernelSpec.again` of the forward
-        self.gradients: tuple[Any, ...] = ()  # of backwards: guards, whether results repeat, `KernelSpec.again`
+        self.again: Again | None = None  # of the forward
+        self.gradients: tuple[Any, ...] = ()  # of backwards: guards, whether results repeat, `Again.run`
         self.calls = Calls() if any(library.in_c for library in _SERVED) else None  # backwards that C makes
         self.mends = False  # whether Triton's kernels are among what C launches
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[Tensor, Any]:
         """out, and lse if it is wanted."""
-        found = None if self.again is None else self.again(q, k, v, lse)
+        found = None if self.again is None else self.again.run(q, k, v, lse)
         return self._first(q, k, v, lse) if found is None else found
 
     def _first(self, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[Tensor, Any]:
@@ -53,8 +53,7 @@ class Work:
         x = Operands(q, k, v, None, prepared.template, layout, lse)
         out, found = ops._forward(prepared, x)
         if not self.turns:
-            again = prepared.forward.kernel.again(prepared.forward, x)
-            self.again = None if again is None else again.run
+            self.again = prepared.forward.kernel.again(prepared.forward, x)
         return (out.transpose(1, 2) if self.turns else out), found
 
     def followed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,6 +61,13 @@ class Work:
         out, lse = self.forward(q, k, v, True)
         if not self.layouts:
             self.layouts = tuple(map(ops._layout, (q, k, v, out, lse)))
+        again = self.again
+        if again is not None and self.calls is not None and isinstance(again.launches, Replayed):
+            if again.shared is None:
+                self.calls.add(FORWARD, (q, k, v), (out, lse), again.launches)
+            elif not capturing(q.device):  # whose workspace is the graph's
+                stream = torch._C._cuda_getCurrentRawStream(q.device.index)
+                self.calls.add(FORWARD, (q, k, v), (out, lse), again.launches, again.shared(), stream)
         return out, lse
 
     def backward(self, *given: Tensor) -> tuple[Tensor, ...]:
@@ -88,8 +94,8 @@ class Work:
             if again is not None:
                 same = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
                 self.gradients = (same, repeats, again.run), *self.gradients[: ALIKE - 1]
-                if self.calls is not None and isinstance(again.launches, Replayed) and self.calls.count < ALIKE:
-                    self.calls.add(given, [*found, again.space], again.launches, repeats)
+                if self.calls is not None and isinstance(again.launches, Replayed):
+                    self.calls.add(BACKWARD, given, [*found, again.space], again.launches)
                     self.mends = self.mends or again.mends
         return tuple(found)
 
@@ -144,13 +150,13 @@ def operator() -> Any:
 
 def serve(backend: str, autograd: str) -> Any:
     """Give the operator kernels under a dispatch key, and its backward under that of autograd too, where a gradient is
-    told that it has none: one in C where that can be."""
+    told that it has none: in C where that can be."""
     library: Any = torch.library.Library("aten", "IMPL")
-    library.impl(OPERATOR, _forward, backend)
-    library.impl(f"{OPERATOR}_backward", _backward, backend)
     library.in_c = not why_not()
+    library.impl(OPERATOR, _forward, PYTHONS_FORWARD if library.in_c else backend)
+    library.impl(f"{OPERATOR}_backward", _backward, backend)
     if library.in_c:  # until the library goes
-        library._registration_handles.append(Kernel(f"{OPERATOR}_backward", autograd, backend))
+        library._registration_handles.append(Kernels(backend, autograd))
     else:
         library.impl(f"{OPERATOR}_backward", _backward, autograd)
     _SERVED.append(library)  # which lasts as long as this

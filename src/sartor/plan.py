@@ -15,7 +15,7 @@ from sartor.device import Device
 from sartor.errors import Unsupported
 from sartor.kernels.spec import Plan
 from sartor.problem import Problem
-from sartor.replay.backward import told
+from sartor.replay.calls import told
 from sartor.tuning import table
 
 

@@ -13,7 +13,7 @@ import settings
 from sartor import node, ops
 from sartor.kernels.cuda import row
 from sartor.mods.recent import Recent
-from sartor.replay import backward, library, lists
+from sartor.replay import calls, library, lists
 
 pytestmark = [pytest.mark.gpu, pytest.mark.judges(*judged.by(torch.bfloat16, dim=64))]
 if not torch.cuda.is_available():
@@ -86,7 +86,7 @@ def test_the_same_bits(call, dtype, by_python, monkeypatch):
 
 @pytest.mark.parametrize("call", ["full", "causal", "window"])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_later_backwards_need_no_python(call, layout, by_python, monkeypatch):
+def test_later_calls_need_no_python(call, layout, by_python, monkeypatch):
     """Once the first one of a plan was made: bits are as Python's, where results repeat."""
     leaves = settings.inputs("cuda", torch.bfloat16)
     if layout == "bhsd":
@@ -95,11 +95,12 @@ def test_later_backwards_need_no_python(call, layout, by_python, monkeypatch):
     function = attend(CALLS[call] | {"layout": layout})
     want = by_python(settings.results, function, leaves)
     assert float(want[0].abs().max()) > 0
-    made, way = [], node.Work.backward
-    monkeypatch.setattr(node.Work, "backward", lambda self, *given: made.append(1) or way(self, *given))
+    made, forward, way = [], node.Work.followed, node.Work.backward
+    monkeypatch.setattr(node.Work, "followed", lambda self, *given: made.append("forward") or forward(self, *given))
+    monkeypatch.setattr(node.Work, "backward", lambda self, *given: made.append("backward") or way(self, *given))
     for _ in range(4):
         assert equal(settings.results(function, leaves), want)
-    assert len(made) == (1 if backward.why_not() == "" else 4)
+    assert made == ["forward", "backward"] * (1 if calls.why_not() == "" else 4)
 
 
 @pytest.mark.parametrize("call", ["full", "causal"])

@@ -78,16 +78,18 @@ class Tile:
 
 
 class Again(NamedTuple):
-    """What repeats a call that reads q, k and v alone, or its backward."""
+    """What repeats a call that reads q, k and v alone, or its backward, on tensors in the layout of the call: `run`, of
+    q, k, v and whether lse is wanted, or of dout, q, k, v, out and lse; None for a result says that it cannot.
 
-    run: Callable[
-        ..., Any
-    ]  # of q, k, v and whether lse is wanted; of dout, q, k, v, out and lse, all in the call's layout
-    launches: Any = (
-        None  # of a backward: what makes them, which takes q, k, v, dout, out, lse, 0, dq, dk, dv, workspace
-    )
-    space: Any = None  # a tensor like the workspace, if expanded
+    Launches take the addresses of q, k, v, out, lse, 0 and `shared`, or of q, k, v, dout, out, lse, 0, dq, dk, dv and
+    one like `space`.
+    """
+
+    run: Callable[..., Any]
+    launches: Any
+    space: Any = None  # of a backward, a tensor like its workspace, if expanded
     mends: bool = False  # whether some launches are of Triton's kernels
+    shared: Callable[[], torch.Tensor] | None = None  # of a forward, the workspace of the current stream
 
 
 class KernelSpec:

@@ -73,10 +73,11 @@ int sartor_replay(const List *list, const uint64_t *given, void *stream) {
   return 0;
 }
 
-// ---- The backward of calls with PyTorch's node behind them, without Python: a kernel of the node's operator, by the C
-// interface that torch gives extensions. What it does not know, Python's kernel of the operator does.
+// ---- Calls with PyTorch's node behind them, without Python: kernels of the node's operator and of its backward, by the C
+// interface that torch gives extensions. They make what was made once, for tensors that lie in the same way; what they do
+// not know, Python's kernels do.
 
-enum { GIVEN = 6, GRADIENTS = 3, DIMS = 4, MARK = 0x5a };
+enum { TENSORS = 6, MADE = 4, VALUES = 11, DIMS = 4, MARK = 0x5a };  // lists of calls: calls.py knows them
 
 typedef void **Tensor;  // AtenTensorHandle: the address of an at::Tensor, which is one pointer
 
@@ -90,11 +91,11 @@ typedef struct {  // std::optional<double>
   bool is;
 } OptionalNumber;
 
-typedef struct {  // std::tuple of three at::Tensor, whose last one comes first
-  void *last[GRADIENTS];
-} Three;
+typedef struct {  // std::tuple of at::Tensor, whose last one comes first. Of two, too: it comes back in memory, as this
+  void *last[3];  // does, which is too large for registers
+} Tuple;
 
-typedef struct {  // of torch and the driver, as library.py finds them
+typedef struct {  // of torch and the driver, as calls.py finds them
   bool (*grad_mode)(void);
   int (*dim)(Tensor, int64_t *);
   int (*sizes)(Tensor, int64_t **);
@@ -109,11 +110,13 @@ typedef struct {  // of torch and the driver, as library.py finds them
   void *(*settings)(void);
   bool (*deterministic)(const void *settings);
   int (*context)(void **);
+  int (*capturing)(void *stream, int *);
   void *(*allocate)(size_t);
   void (*release)(void *);
-  Three (*python)(uint64_t keys, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, double, bool, const OptionalTensor *,
-                  OptionalNumber);
-  uint64_t keys;  // of the dispatcher, under which Python's kernel is
+  Tuple (*forward)(uint64_t keys, Tensor, Tensor, Tensor, double, bool, const OptionalTensor *, OptionalNumber);
+  Tuple (*backward)(uint64_t keys, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, double, bool, const OptionalTensor *,
+                    OptionalNumber);
+  uint64_t forward_keys, backward_keys;  // of the dispatcher, under which Python's kernels are
 } Torch;
 
 typedef struct {
@@ -122,16 +125,19 @@ typedef struct {
 } Layout;
 
 typedef struct Call Call;
-struct Call {  // a backward that was made once
+struct Call {  // what was made once
   const Call *next;
   const List *list;
   void *context;
-  Layout given[GIVEN], made[GRADIENTS + 1];  // dout, q, k, v, out, lse; dq, dk, dv and the workspace
+  void *stream, *kept;  // a workspace that calls on this stream share, or null
+  Layout given[TENSORS], made[MADE];
+  int32_t given_at[TENSORS], made_at[MADE], kept_at;  // among the values of the list
+  int32_t given_count, made_count, returned;  // of what is made, the last ones are not
   int32_t device_type, deterministic;
 };
 
 typedef struct {
-  const Call *first;
+  const Call *forward, *backward;
 } Calls;
 
 static Torch torch;
@@ -139,17 +145,17 @@ static Torch torch;
 void sartor_torch(const Torch *found) { torch = *found; }
 
 // The calls that a mask of shape (0, MARK, address) stands for.
-static const Call *calls_of(Tensor mask) {
+static const Calls *calls_of(Tensor mask) {
+  static const Calls none;
   int64_t dim, *sizes;
-  if (!mask || torch.dim(mask, &dim) || dim != 3 || torch.sizes(mask, &sizes)) return 0;
-  if (sizes[0] != 0 || sizes[1] != MARK) return 0;
-  return __atomic_load_n(&((const Calls *)(uintptr_t)sizes[2])->first, __ATOMIC_ACQUIRE);
+  if (!mask || torch.dim(mask, &dim) || dim != 3 || torch.sizes(mask, &sizes)) return &none;
+  return sizes[0] == 0 && sizes[1] == MARK ? (const Calls *)(uintptr_t)sizes[2] : &none;
 }
 
 // Found before those that are there, by any thread from now on.
-void sartor_add(Calls *calls, Call *call) {
-  call->next = calls->first;
-  __atomic_store_n(&calls->first, call, __ATOMIC_RELEASE);
+void sartor_add(const Call **first, Call *call) {
+  call->next = *first;
+  __atomic_store_n(first, call, __ATOMIC_RELEASE);
 }
 
 static bool lies(Tensor t, const Layout *as) {
@@ -162,71 +168,100 @@ static bool lies(Tensor t, const Layout *as) {
   return !memcmp(sizes, as->sizes, size) && !memcmp(strides, as->strides, size);
 }
 
-// Whether the gradients were made.
-static bool made(const Call *c, const Tensor *given, Tensor *gradients) {
-  uint64_t at[GIVEN + 1 + GRADIENTS + 1] = {0};  // q, k, v, dout, out, lse, no dlse, dq, dk, dv, workspace
-  static const int places[GIVEN] = {3, 0, 1, 2, 4, 5};
+// Whether it was made, and what is returned, as the dispatcher takes it.
+static bool made(const Call *c, const Tensor *given, uint64_t *results) {
+  uint64_t at[VALUES] = {0};
   void *context, *stream, *address;
   if (torch.context(&context) || context != c->context) return false;
   if (torch.deterministic(torch.settings()) != c->deterministic) return false;
-  for (int i = 0; i < GIVEN; i++) {
+  for (int i = 0; i < c->given_count; i++) {
     if (!lies(given[i], c->given + i) || torch.address(given[i], &address)) return false;
-    at[places[i]] = (uint64_t)(uintptr_t)address;
+    at[c->given_at[i]] = (uint64_t)(uintptr_t)address;
     if (!address || ((uintptr_t)address & 15)) return false;
   }
   if (torch.stream(c->given[0].device, &stream)) return false;
-  Tensor found[GRADIENTS + 1];
+  if (c->kept) {  // a graph has one of its own
+    int capturing = 0;
+    if (stream != c->stream || (stream && (torch.capturing(stream, &capturing) || capturing))) return false;
+    at[c->kept_at] = (uint64_t)(uintptr_t)c->kept;
+  }
+  Tensor found[MADE];
   int count = 0;
   bool fine = true;
-  while (fine && count <= GRADIENTS) {
+  while (fine && count < c->made_count) {
     const Layout *m = c->made + count;
     if (torch.empty(m->dim, m->sizes, m->strides, m->dtype, c->device_type, m->device, found + count)) break;
     fine = !torch.address(found[count], &address) && address;
-    at[GIVEN + 1 + count++] = (uint64_t)(uintptr_t)address;
+    at[c->made_at[count++]] = (uint64_t)(uintptr_t)address;
   }
-  fine = fine && count > GRADIENTS && !sartor_replay(c->list, at, stream);
-  for (int i = fine ? GRADIENTS : 0; i < count; i++) torch.drop(found[i]);  // as its stream has it, after the launches
-  if (fine) memcpy(gradients, found, GRADIENTS * sizeof *gradients);
+  fine = fine && count == c->made_count && !sartor_replay(c->list, at, stream);
+  for (int i = 0; i < count; i++) {
+    if (fine && i < c->returned) results[i] = (uint64_t)(uintptr_t)found[i];
+    else torch.drop(found[i]);  // of a workspace: to its stream, after the launches
+  }
   return fine;
 }
 
 typedef struct {  // of a call by the dispatcher: what it gives belongs to who is called
-  Tensor tensors[GIVEN], mask;
-  uint64_t *boxes[2];
-} Owned;
+  Tensor tensors[TENSORS], mask;
+  uint64_t *boxes[2];  // of the mask and of the scale
+  OptionalTensor optional;
+  OptionalNumber scale;
+  double dropout;
+  bool causal;
+} Given;
 
-static void drop(Owned *x) {
-  for (int i = 0; i < GIVEN; i++) torch.drop(x->tensors[i]);
+static void drop(Given *x) {
+  for (int i = 0; i < TENSORS && x->tensors[i]; i++) torch.drop(x->tensors[i]);
   if (x->mask) torch.drop(x->mask);
   for (int i = 0; i < 2; i++)
     if (x->boxes[i]) torch.release(x->boxes[i]);
 }
 
-// The operator's backward: dout, q, k, v, out, lse, dropout_p, is_causal, attn_mask?, scale?.
-void sartor_backward(uint64_t *stack, uint64_t arguments, uint64_t results) {
-  (void)arguments, (void)results;
-  __attribute__((cleanup(drop))) Owned x = {{0}, 0, {(uint64_t *)(uintptr_t)stack[8], (uint64_t *)(uintptr_t)stack[9]}};
-  for (int i = 0; i < GIVEN; i++) x.tensors[i] = (Tensor)(uintptr_t)stack[i];
+// Tensors, dropout_p, is_causal, attn_mask?, scale?
+static Given taken(const uint64_t *stack, int tensors) {
+  Given x = {0};
+  for (int i = 0; i < tensors; i++) x.tensors[i] = (Tensor)(uintptr_t)stack[i];
+  memcpy(&x.dropout, stack + tensors, sizeof x.dropout);
+  x.causal = (stack[tensors + 1] & 255) != 0;
+  for (int i = 0; i < 2; i++) x.boxes[i] = (uint64_t *)(uintptr_t)stack[tensors + 2 + i];
   if (x.boxes[0]) x.mask = (Tensor)(uintptr_t)*x.boxes[0];
-  Tensor gradients[GRADIENTS];
-  if (!torch.grad_mode()) {
-    for (const Call *c = calls_of(x.mask); c; c = c->next) {
-      if (made(c, x.tensors, gradients)) {
-        for (int i = 0; i < GRADIENTS; i++) stack[i] = (uint64_t)(uintptr_t)gradients[i];
-        return;
-      }
-    }
-  }
-  OptionalTensor mask = {x.mask ? *x.mask : 0, x.mask != 0};
-  OptionalNumber scale = {0, x.boxes[1] != 0};
-  double dropout;
-  if (scale.is) memcpy(&scale.value, x.boxes[1], sizeof scale.value);
-  memcpy(&dropout, stack + 6, sizeof dropout);
-  const Tensor *t = x.tensors;
-  Three found = torch.python(torch.keys, t[0], t[1], t[2], t[3], t[4], t[5], dropout, (stack[7] & 255) != 0, &mask, scale);
-  for (int i = 0; i < GRADIENTS; i++) {
+  if (x.mask) x.optional = (OptionalTensor){*x.mask, true};
+  if ((x.scale.is = x.boxes[1] != 0)) memcpy(&x.scale.value, x.boxes[1], sizeof x.scale.value);
+  return x;
+}
+
+static bool known(const Call *const *first, const Given *x, uint64_t *stack) {
+  const Call *c = __atomic_load_n(first, __ATOMIC_ACQUIRE);
+  while (c && !made(c, x->tensors, stack)) c = c->next;
+  return c;
+}
+
+static void give(uint64_t *stack, void *const *last, int count) {
+  for (int i = 0; i < count; i++) {
     Tensor one = torch.allocate(sizeof *one);
-    *one = found.last[GRADIENTS - 1 - i];
+    *one = last[count - 1 - i];
     stack[i] = (uint64_t)(uintptr_t)one;
   }
+}
+
+// The operator: q, k, v.
+void sartor_forward(uint64_t *stack, uint64_t arguments, uint64_t results) {
+  (void)arguments, (void)results;
+  __attribute__((cleanup(drop))) Given x = taken(stack, 3);
+  if (known(&calls_of(x.mask)->forward, &x, stack)) return;
+  const Tensor *t = x.tensors;
+  Tuple found = torch.forward(torch.forward_keys, t[0], t[1], t[2], x.dropout, x.causal, &x.optional, x.scale);
+  give(stack, found.last, 2);
+}
+
+// Its backward: dout, q, k, v, out, lse. Gradients that are to have some are Python's.
+void sartor_backward(uint64_t *stack, uint64_t arguments, uint64_t results) {
+  (void)arguments, (void)results;
+  __attribute__((cleanup(drop))) Given x = taken(stack, 6);
+  if (!torch.grad_mode() && known(&calls_of(x.mask)->backward, &x, stack)) return;
+  const Tensor *t = x.tensors;
+  Tuple found = torch.backward(torch.backward_keys, t[0], t[1], t[2], t[3], t[4], t[5], x.dropout, x.causal, &x.optional,
+                               x.scale);
+  give(stack, found.last, 3);
 }

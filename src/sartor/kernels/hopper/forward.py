@@ -114,7 +114,9 @@ class HopperForward(KernelSpec):
     def again(self, plan: Plan, *data: Any) -> Again | None:
         """See `KernelSpec`."""
         ready: Any = plan.cache.get(data[0].layout)
-        return Again(ready.again) if ready is not None and ready.alone else None
+        if ready is None or not ready.alone:
+            return None
+        return Again(ready.again, ready.row.launches(), shared=ready.workspace if ready.masked else None)
 
     def ready(self, plan: Plan, x: Operands) -> Ready:
         """The launches of a plan: over a list of key tiles, where there is to be one. While a graph is captured none is
@@ -464,7 +466,7 @@ class Ready:
             0 if x.sinks is None else x.sinks.data_ptr(),
         ]  # fmt: skip
         if self.masked:
-            values.append(host.workspace(q.device, self.marks).data_ptr())
+            values.append(self.workspace().data_ptr())
         room = None if self.merge is None else torch.empty_like(self.merge.size)
         if room is not None:
             values.append(room.data_ptr())
@@ -474,6 +476,10 @@ class Ready:
             values += [t.data_ptr() for t in x.aux if isinstance(t, torch.Tensor)]
         self.row.start(values)
         return out, lse
+
+    def workspace(self) -> torch.Tensor:
+        """Of the current stream, where rows may need repair."""
+        return host.workspace(self.lse.device, self.marks)
 
     @property
     def alone(self) -> bool:
@@ -488,7 +494,7 @@ class Ready:
         out, lse = torch.empty_like(q), torch.empty_like(self.lse) if wants_lse else None
         values = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0]
         if self.masked:
-            values.append(host.workspace(self.lse.device, self.marks).data_ptr())
+            values.append(self.workspace().data_ptr())
         self.row.start(values)
         return out, lse
 

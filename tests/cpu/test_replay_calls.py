@@ -1,4 +1,4 @@
-"""Backwards that C makes without Python: the launches that Python would make, or Python's kernel of the operator."""
+"""Calls that C makes without Python: the launches that Python would make, or Python's kernels of the operator."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import settings
 import stubbed
 from sartor import direct, driver, node, nvrtc
 from sartor.device import ARCHITECTURES
-from sartor.kernels.cuda import row
+from sartor.kernels.cuda import host, row
 from sartor.kernels.triton import launch
-from sartor.replay import backward, library, lists
+from sartor.replay import calls, library, lists
 
 pytestmark = [
     pytest.mark.skipif(not launch.available(), reason="needs Triton, whose launches stand between"),
@@ -33,15 +33,15 @@ class Repair:
 
 
 class Seen:
-    """What there was of backwards: which Python made, the launchers of rows, and the addresses of what C allocated."""
+    """Of forwards and backwards those that Python made, the launchers of rows, and addresses of what C allocated."""
 
     def __init__(self, stub):
-        self.stub, self.python, self.rows, self.allocated = stub, [], [], []
+        self.stub, self.forwards, self.python, self.rows, self.allocated = stub, [], [], [], []
 
 
 @pytest.fixture
 def seen(monkeypatch):
-    found, functions = Seen(None), backward._functions()
+    found, functions = Seen(None), calls._functions()
     kinds = ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int32] * 3, ctypes.POINTER(ctypes.c_void_p)
 
     @ctypes.CFUNCTYPE(ctypes.c_int, *kinds)
@@ -57,7 +57,8 @@ def seen(monkeypatch):
 
     find = functions.find
     monkeypatch.setattr(functions, "find", lambda name: empty if name.endswith("empty_strided") else find(name))
-    launcher, way = row.launcher, node.Work.backward
+    launcher, way, followed = row.launcher, node.Work.backward, node.Work.followed
+    monkeypatch.setattr(node.Work, "followed", lambda self, *given: found.forwards.append(1) or followed(self, *given))
     monkeypatch.setattr(row, "launcher", lambda *args: found.rows.append(args) or launcher(*args))
     monkeypatch.setattr(node.Work, "backward", lambda self, *given: found.python.append(1) or way(self, *given))
     repair, kept = Repair(), iter([False, *[True] * 99])
@@ -79,6 +80,10 @@ def leaves(dtype=torch.bfloat16, layout="bshd", heads_kv=3, dim=64):
         yield (t if layout == "bshd" else t.transpose(1, 2).contiguous()).requires_grad_()
 
 
+def laid_out(t):
+    return t.shape, t.stride(), t.dtype
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0, "window": (7, 3)}], ids=str)
 @pytest.mark.parametrize(
     "like",
@@ -90,20 +95,26 @@ def test_the_same_bytes(seen, options, like):
     q, k, v = leaves(**like)
     options = options | {"layout": like.get("layout", "bshd")}
     for i in range(4):
-        out = sartor.attention(q, k, v, **options)
-        lse, dout = out.grad_fn._saved_logsumexp, torch.zeros_like(out)
         seen.stub.told()
+        out = sartor.attention(q, k, v, **options)
+        lse, dout, told_first = out.grad_fn._saved_logsumexp, torch.zeros_like(out), seen.stub.told()
         found = torch.autograd.grad(out, (q, k, v), dout)
         told = seen.stub.told()
         if i == 0:
-            first = found
+            first = out, *found
             continue
-        assert len(seen.python) == 1
+        assert len(seen.forwards) == len(seen.python) == 1
+        given = [t.data_ptr() for t in (q, k, v, out, lse)]
+        assert given[3:] == seen.allocated[-6:-4]
+        kept = [t.data_ptr() for t in host._WORKSPACES.values()]
+        lists.Launched(*seen.rows[0]).start([*given, 0, *kept], STREAM)
+        assert told_first == seen.stub.told() != b""
         given = [t.data_ptr() for t in (q, k, v, dout, out, lse)] + [0, *seen.allocated[-4:]]
         assert given[7:10] == [t.data_ptr() for t in found]
         lists.Launched(*seen.rows[-1]).start(given, STREAM)
         assert told == seen.stub.told() != b""
-        assert [(t.shape, t.stride(), t.dtype) for t in found] == [(t.shape, t.stride(), t.dtype) for t in first]
+        assert [laid_out(t) for t in (out, *found)] == [laid_out(t) for t in first]
+        assert laid_out(lse) == ((*out.shape[:1], 6, 70), (420, 70, 1), torch.float32)
     assert sum(step.name == "repair" for step in seen.rows[-1][0]) == 2 * (options.keys() > {"layout"})
 
 
@@ -136,6 +147,25 @@ def test_what_c_leaves_to_python(seen, monkeypatch):
     assert by_python(dout) == 1
     ctypes.c_void_p.in_dll(seen.stub.library, "stub_context").value = 1
     assert by_python(dout) == 0
+
+
+def test_workspaces_are_those_of_streams(seen, monkeypatch):
+    """A forward that may repair rows marks them in memory of its stream, and in a graph's own while one is captured."""
+    q, k, v = leaves()
+    now = ctypes.c_void_p.in_dll(seen.stub.library, "stub_stream")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now.value or 0, raising=False)
+
+    def by_python(stream, capturing=False):
+        before, now.value = len(seen.forwards), stream
+        ctypes.c_int.in_dll(seen.stub.library, "stub_capturing").value = capturing
+        monkeypatch.setattr(node, "capturing", lambda _: capturing)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        sartor.attention(q, k, v, causal=True)
+        return len(seen.forwards) - before
+
+    assert [by_python(stream) for stream in (1, 1, 2, 1, 2, 0, 0)] == [1, 0, 1, 0, 0, 1, 0]
+    assert len({t.data_ptr() for t in host._WORKSPACES.values()}) == 3
+    assert [by_python(3, True), by_python(1, True), by_python(1), by_python(3)] == [1, 1, 0, 1]
 
 
 def test_who_hears_of_tritons_launches_does(seen, monkeypatch):
@@ -181,6 +211,8 @@ def test_arguments_reach_python(monkeypatch):
     """Numbers, and whether there are a mask and a scale."""
     given = []
     monkeypatch.setattr(node, "_backward", lambda *args, **named: given.append((args, named)) or args[1:4])
+    monkeypatch.setattr(node, "_forward", lambda *args, **named: given.append((args, named)) or (args[2], args[1]))
+    operator_of = getattr(torch.ops.aten, node.OPERATOR).default
     with stubbed.stubbed():
         tensors = [torch.full((1, 1, 2, 8), float(i)) for i in range(6)]
         operator = getattr(torch.ops.aten, f"{node.OPERATOR}_backward").default
@@ -194,6 +226,12 @@ def test_arguments_reach_python(monkeypatch):
             assert named.get("scale") == scale
         operator(*tensors, 0.0, False)
         assert given.pop()[0][6:] == (0.0, False)
+        with torch.no_grad():
+            found = operator_of(*tensors[:3], 0.5, True, attn_mask=tensors[4], scale=0.25)
+        assert [float(t.mean()) for t in found] == [2, 1]
+        args, named = given.pop()
+        assert all(a is b for a, b in zip(args[:3], tensors, strict=False))
+        assert (args[3:], named["attn_mask"] is tensors[4], named["scale"]) == ((0.5, True), True, 0.25)
 
 
 def test_without_it_python_makes_all(monkeypatch):
@@ -218,10 +256,10 @@ def test_explain_says_what_launches(monkeypatch):
     monkeypatch.setattr(nvrtc, "missing", lambda: "")
     with stubbed.stubbed():
         assert notes() == [
-            "C makes the launches of a call, and the backwards of calls that read q, k and v alone without Python"
+            "C makes the launches of a call; where autograd follows q, k and v alone, later calls run without Python"
         ]
         assert notes(kernel="triton") == []
-        monkeypatch.setattr(backward._functions(), "cuda", None)
-        assert notes()[0].startswith("C makes the launches of a call; Python takes part in every backward: needs what")
+        monkeypatch.setattr(calls._functions(), "cuda", None)
+        assert notes()[0].startswith("C makes the launches of a call, which Python prepares: needs what")
         monkeypatch.setattr(library, "_loaded", lambda: (None, "SARTOR_REPLAY=0 is set"))
         assert notes() == ["Python makes the launches one by one: SARTOR_REPLAY=0 is set"]
