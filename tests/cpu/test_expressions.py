@@ -14,7 +14,7 @@ import torch
 
 import dialects
 from sartor import mods
-from sartor.kernels.cuda import expressions
+from sartor.kernels.cuda import brought, expressions
 from sartor.mods.program import Program
 from sartor.problem import Call, Problem
 
@@ -45,13 +45,13 @@ def program(**options):
     ],
 )
 def test_what_is_read_for_every_pair_is_brought_near(options, near):
-    assert expressions.near(program(**options)) == near
+    assert brought.tiles(program(**options)) == near
 
 
 def test_near_values_are_read_from_their_argument():
     """`keep` and `score` come twice: for who has a Near, and for who reads in place."""
     found = program(mask=table(64, 96, dtype=torch.bool), bias=table(64, 96))
-    lines = expressions.source(found, expressions.near(found)).splitlines()
+    lines = expressions.source(found, brought.tiles(found)).splitlines()
     for name, i in (("DEVICE bool keep(", 0), ("DEVICE float score(", 1)):
         in_place, near = (line for line in lines if line.startswith(name))
         assert f"x.a{i}[" in in_place
@@ -63,8 +63,8 @@ def test_near_values_are_read_from_their_argument():
 def test_near_values_that_a_kernel_brings_itself():
     """It is told where a row begins, and puts what it has of one pair where `keep` and `score` look for it."""
     found = program(mask=table(4, 64, 96, dtype=torch.bool), bias=table(64, 96, dtype=torch.bfloat16))
-    text = expressions.source(found, expressions.near(found), tiles=False)
-    assert expressions.seen_and_added(found, expressions.near(found)) == (0, 1)
+    text = expressions.source(found, brought.tiles(found), tiles=False)
+    assert expressions.seen_and_added(found, brought.tiles(found)) == (0, 1)
     assert "return x.a0 + i64(h) * x.a0_h + i64(imin(q, n.seqlen_q - 1)) * x.a0_q; }" in text
     assert "void put_seen(Near& y, bool value) { y.a0 = value; }" in text
     assert "void put_added(Near& y, u16 value) { y.a1 = value; }" in text

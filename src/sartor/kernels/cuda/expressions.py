@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from sartor.kernels.cuda import brought
+from sartor.kernels.cuda.brought import size
 from sartor.kernels.cuda.params import Params
 from sartor.mods.expr import Expr
 from sartor.mods.program import Aux, Program
@@ -62,34 +64,60 @@ def source(program: Program, near: tuple[int, ...] = (), half: bool = False, til
     return "\n".join([*lines, ""])
 
 
-def near(program: Program) -> tuple[int, ...]:
-    """The aux values that are tensors read for every pair of query and key, a row's keys side by side."""
-    found = enumerate(program.aux)
-    return tuple(i for i, a in found if "q" in a.pattern.lower() and a.pattern.endswith("K") and size(a) <= 4)
-
-
-def size(spec: Aux) -> int:
-    """Bytes of an element."""
-    dtype: torch.dtype = getattr(torch, spec.dtype.removeprefix("torch."))
-    return dtype.itemsize
-
-
 def _near(program: Program, near: tuple[int, ...]) -> list[str]:
-    """`Near`, its bytes a warp, `bring` for a row of a tile, `look` for two neighbours in it."""
-    bring, look, sizes = [], [], ["0"]
+    """`Near`; bytes of the tiles and strips of a warp's 16 rows; `bring` for a row of its tiles, or `load` and what that
+    copies (`copied`) where the copy engine brings them; `bring_strips`; `look` for two neighbours in them; and for a mask
+    that is a bool tensor within limits, where that is and the limits."""
+    fields, bring, load, strips, look = [], [], [], [], []
+    sizes, strip_sizes, copied = ["0"], ["0"], ["0"]
     for i in near:
-        kind = TYPES[program.aux[i].dtype]
-        tile = f"NearTile<{kind}, BLOCK_N>"
-        row = " + ".join([f"x.a{i}", *_steps(i, program.aux[i].pattern[:-1])])
-        bring += [f"{tile}::bring(to, {row}, first, n.seqlen_kv); to += {tile}::bytes;"]
-        look += [f"{tile}::pair(tile, row, key, y[0].a{i}, y[1].a{i}); tile += {tile}::bytes;"]
+        spec = program.aux[i]
+        kind = "float" if spec.dims else TYPES[spec.dtype]
+        tile = "NearStrip<BLOCK_N>" if spec.dims else f"NearTile<{kind}, BLOCK_N>"
+        fields += [f"{kind} a{i};"]
+        at = f"{'strip' if spec.dims else 'tile'} + {' + '.join(strip_sizes if spec.dims else sizes)}"
+        look += [f"{tile}::pair({at}, row, key, y[0].a{i}, y[1].a{i});"]
+        if spec.dims:
+            read = brought.strip(program, i)
+            assert read is not None
+            value = f"[&](int kv, int q) {{ return {_text(read, program)}; }}"
+            strips += [f"{tile}::bring(to + {' + '.join(strip_sizes)}, {value}, first, q - first);"]
+            strip_sizes += [f"{tile}::bytes"]
+            continue
+        row = " + ".join([f"x.a{i}", *_steps(i, spec.pattern[:-1])])
+        bring += [f"{tile}::bring(to + {' + '.join(sizes)}, {row}, first, n.seqlen_kv);"]
+        load += [f"{tile}::load(to + row * {tile}::pitch + {' + '.join(sizes)}, {row}, first, n.seqlen_kv, bar);"]
+        copied += [f"{tile}::copied(first, n.seqlen_kv)"]
         sizes += [f"{tile}::bytes"]
-    position = "int b, int h, int q, int first, const Aux& x, const Shape& n"
+    place = "int b, int h, int q, int first, const Aux& x, const Shape& n"
     return [
-        f"struct Near {{ {' '.join(f'{TYPES[program.aux[i].dtype]} a{i};' for i in near)} }};",
+        f"struct Near {{ {' '.join(fields)} }};",
         f"constexpr int NEAR_BYTES = {' + '.join(sizes)};",
-        f"DEVICE void bring(u32 to, {position}) {{ {' '.join(bring)} }}",
-        f"DEVICE void look(Near (&y)[2], u32 tile, int row, int key) {{ {' '.join(look)} }}",
+        f"enum : int {{ STRIP_BYTES = {' + '.join(strip_sizes)} }};",
+        f"DEVICE void bring(u32 to, {place}) {{ {' '.join(bring)} }}",
+        f"DEVICE int copied(int first, const Shape& n) {{ return {' + '.join(copied)}; }}",
+        f"DEVICE void load_near(u32 to, int row, u32 bar, {place}) {{ {' '.join(load)} }}",
+        f"DEVICE void bring_strips(u32 to, {place}) {{ {' '.join(strips)} }}",
+        f"DEVICE void look(Near (&y)[2], u32 tile, u32 strip, int row, int key) {{ {' '.join(look)} }}",
+        *_seen(program, near),
+    ]
+
+
+def _seen(program: Program, near: tuple[int, ...]) -> list[str]:
+    """`SEEN_AT`, where a warp's rows of the bool tensor are among its near values, and `seen_within`, a row's limits."""
+    found = brought.seen(program, near)
+    if found is None:
+        return []
+    before = [f"NearTile<{TYPES[program.aux[i].dtype]}, BLOCK_N>::bytes" for i in near[: near.index(found.tensor)]]
+    ends = []
+    for least, limits, nearer in (("0", found.lo, "imax"), ("n.seqlen_kv", found.hi, "imin")):
+        for e in limits:
+            text = _text(e, program)
+            least = f"{nearer}({least}, {'narrow' if _is_wide(e, program) else 'int'}({text}))"
+        ends += [least]
+    return [
+        f"#define SEEN_AT {' + '.join(['0', *before])}",
+        f"DEVICE Span seen_within(int b, int h, int q, const Aux& x, const Shape& n) {{ return {{{', '.join(ends)}, 0, 0}}; }}",
     ]
 
 
@@ -197,7 +225,7 @@ def _text(
     if e.op == "aux":
         return _read(e.args[0], program, near)
     if e.op == "gather":
-        return _gather(e, program, [_text(a, program, near, calls, known) for a in e.args[1:]])
+        return _gather(e, program, [_text(a, program, near, calls, known) for a in e.args[1:]], near)
     parts = [_text(a, program, near, calls, known) for a in e.args]
     if e.op in calls:
         return f"{calls[e.op]}({', '.join(parts)})"
@@ -206,9 +234,11 @@ def _text(
     return f"({parts[0]} {'/' if e.op == '//' else e.op} {parts[1]})"
 
 
-def _gather(e: Expr, program: Program, indices: list[str]) -> str:
-    """An element of a table, which is dense."""
+def _gather(e: Expr, program: Program, indices: list[str], near: tuple[int, ...]) -> str:
+    """An element of a table, which is dense; a near one is of the one index by which it is read."""
     i, place = e.args[0].args[0], ""
+    if i in near:
+        return f"y.a{i}"
     for dim, text in enumerate(indices):
         at = f"place({text}, x.a{i}_{dim})"
         place = f"({place} * x.a{i}_{dim} + {at})" if place else at

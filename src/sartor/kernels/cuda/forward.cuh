@@ -20,6 +20,7 @@
 //   LAST_WAVE           the last wave of query tiles is split among more blocks: see `share`
 //   SPLIT           KV splits: a block sees some of the keys, and merge.cuh merges the results
 //   PING_PONG       one warpgroup multiplies while another one computes its softmax
+//   NEAR_STAGES     tiles of near values that there is room for where a warp of the producer brings them; 0 where warps do
 //   DROPOUT         defined where there is some
 #pragma once
 #include "cuda/dropout.cuh"
@@ -35,15 +36,20 @@ using Half = Half16<BF16>;
 using Slice = SliceOf<ROWS>;
 using Job = WorkTile<GROUPS, MASK == 2>;
 constexpr int WORK_TILE_LANES = MASK == 2 ? 32 : 1;  // lanes of a warp that arrive for it at a work tile's barriers
+// BRINGER: whether the producer brings near values. Enumerators, which no cubin holds: fingerprints of plans without near
+// values stay
+enum : int { BRINGER = NEAR_STAGES && NEAR_BYTES, NEAR_RING = BRINGER ? NEAR_STAGES : 0, NEAR_TILES = BRINGER ? NEAR_STAGES : 1 };
 
 // ---- layout of shared memory, as Config.laid_out has it: tiles, pairs of barriers (full, empty), work tiles, near
 // values
 constexpr int AT_K = Q_BUFFERS * GROUPS * QTile::bytes, AT_V = AT_K + STAGES_K * KTile::bytes;
 constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
-constexpr int AT_JOBS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + 3 + Q_BUFFERS * GROUPS);  // 3: jobs and next
-constexpr int AT_NEAR = AT_JOBS + 2 * Job::bytes;  // NEAR_BYTES a consumer warp
+enum : int { AT_NEAR_BARRIERS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + 3 + Q_BUFFERS * GROUPS) };  // 3: jobs and next
+constexpr int AT_JOBS = AT_NEAR_BARRIERS + 16 * NEAR_RING * GROUPS;
+constexpr int AT_NEAR = AT_JOBS + 2 * Job::bytes;  // NEAR_BYTES a consumer warp and stage, then STRIP_BYTES a warp
+enum : int { AT_STRIPS = AT_NEAR + 4 * GROUPS * NEAR_TILES * NEAR_BYTES, AFTER_NEAR = AT_STRIPS + 4 * GROUPS * STRIP_BYTES };
 static_assert(AT_K == OFFSET_K && AT_V == OFFSET_V && AT_BARRIERS == OFFSET_BARRIERS);
-static_assert(AT_JOBS == OFFSET_JOBS && AT_NEAR == OFFSET_NEAR && SHARED_BYTES >= AT_NEAR + 4 * GROUPS * NEAR_BYTES);
+static_assert(AT_JOBS == OFFSET_JOBS && AT_NEAR == OFFSET_NEAR && SHARED_BYTES >= AFTER_NEAR);
 
 struct Rings {
   Ring<STAGES_K> k;
@@ -51,16 +57,19 @@ struct Rings {
   Ring<2> jobs;  // work tiles, free when the consumers have read them
   Ring<1> next;  // full when the loader has come to the key tile at which the scheduler may claim another work tile
   Ring<Q_BUFFERS> q;
+  Ring<NEAR_RING> near;  // of near values, if the producer brings them
   DEVICE Rings(u32 base, int group)
       : k(base + AT_BARRIERS), v(k.bars + 16 * STAGES_K), jobs(v.bars + 16 * STAGES_V),
-        next(jobs.bars + 32), q(next.bars + 16 + 16 * Q_BUFFERS * group) {}
+        next(jobs.bars + 32), q(next.bars + 16 + 16 * Q_BUFFERS * group),
+        near(base + AT_NEAR_BARRIERS + 16 * NEAR_RING * group) {}
 
   static DEVICE void init(u32 base) {  // by one thread
     Rings rings(base, 0);
     rings.k.init(4 * GROUPS), rings.v.init(4 * GROUPS);
-    rings.jobs.init(4 * WORK_TILE_LANES * GROUPS, WORK_TILE_LANES);
+    rings.jobs.init(4 * WORK_TILE_LANES * GROUPS + BRINGER, WORK_TILE_LANES);
     rings.next.init(1);
     for (int g = 0; g < GROUPS; g++) Rings(base, g).q.init(4);
+    if (BRINGER) for (int g = 0; g < GROUPS; g++) Rings(base, g).near.init(4);
     barrier_publish();
   }
 };
@@ -233,6 +242,42 @@ DEVICE void load(u32 base, const Params& t, const Shape& n, Await await) {
   }
 }
 
+// ---- bringer: one warp of the producer warpgroup, which starts copies of near values as their stages come free, for each
+// warpgroup 64 rows of every key tile of the work tile
+DEVICE void bring_all(u32 base, const Shape& n, const Aux& x) {
+  Rings rings(base, 0);
+  const int lane = threadIdx.x & 31;
+#pragma unroll 1
+  while (true) {
+    rings.jobs.await_full();
+    const u32 slot = base + AT_JOBS + rings.jobs.stage() * Job::bytes;
+    const int item = shared_load(slot + Job::batch), head = shared_load(slot + Job::head), batch = batch_of(item, n);
+    const int begin = shared_load(slot + Job::begin), last = shared_load(slot + Job::end) - 1;
+    if (item < 0) return;
+    Slice slices[GROUPS];
+    UNROLL for (int g = 0; g < GROUPS; g++)
+      slices[g] = {shared_load(slot + Job::first_query(g)), shared_load(slot + Job::first_head(g))};
+    __syncwarp();
+    if (lane == 0) barrier_arrive(rings.jobs.empty());
+    rings.jobs.next();
+#pragma unroll 1
+    for (int j = last; j >= begin; j--) {
+      UNROLL for (int g = 0; g < GROUPS; g++) {
+        const u32 skip = 16 * NEAR_RING * g, full = rings.near.full() + skip;  // the rings of all groups are at the same stage
+        barrier_wait(rings.near.empty() + skip, rings.near.parity() ^ 1);
+        if (lane == 0) barrier_expect(full, 64 * copied(j * BLOCK_N, n));
+        __syncwarp();
+        UNROLL for (int i = 0; i < 2; i++) {
+          const int row = 32 * i + lane, of_head = head * n.group + imin(slices[g].head(row), n.group - 1);
+          const u32 to = base + AT_NEAR + (4 * (GROUPS * rings.near.stage() + g) + row / 16) * NEAR_BYTES;
+          load_near(to, row % 16, full, batch, of_head, slices[g].query(row), j * BLOCK_N, x, n);
+        }
+      }
+      rings.near.next();
+    }
+  }
+}
+
 // Bits of those of a thread's keys, two of every eight, that are from `key` on
 DEVICE u32 from_column(int key) { return shift_left(~0u, imax(2 * (key >> 3) + imin(key & 7, 2), 0)); }
 
@@ -262,6 +307,11 @@ struct Worker {
   DEVICE void release(u32 bar) const { barrier_arrive_if(lane == 0, bar); }
   DEVICE void done_k() { release(rings.k.empty()), rings.k.next(); }
   DEVICE void done_v() { release(rings.v.empty()), rings.v.next(); }
+  DEVICE void done_near() {
+    if (!BRINGER) return;
+    __syncwarp();  // all lanes have read theirs
+    release(rings.near.empty()), rings.near.next();
+  }
 
   DEVICE u32 job() const { return base + AT_JOBS + rings.jobs.stage() * Job::bytes; }
   DEVICE void done_job() {
@@ -301,24 +351,30 @@ struct Worker {
   }
   DEVICE void pass_over() {
     await_turn(), pass_turn();
+    pass_tile();
+  }
+  DEVICE void pass_tile() {
     rings.k.await_full(), done_k();
     rings.v.await_full(), done_v();
+    if (BRINGER) rings.near.await_full(), done_near();
   }
   DEVICE void skip() {
 #pragma unroll 1
     for (; skipped; skipped--, j--) pass_over();
   }
   DEVICE void leave() {  // passes over the tiles `below`; the turn of the first one has been passed on
-    rings.k.await_full(), done_k();
-    rings.v.await_full(), done_v();
+    pass_tile();
 #pragma unroll 1
     for (below--; below; below--) pass_over();
   }
 
   DEVICE u32 q_tile() const { return base + (group * Q_BUFFERS + rings.q.stage()) * QTile::bytes; }
 
-  // ---- near values: what masks and scores read for every pair, copied for the next key tile during this one
-  DEVICE u32 near() const { return base + AT_NEAR + (4 * group + warp) * NEAR_BYTES; }
+  // ---- near values: what masks and scores read for every pair, brought for the next key tile during this one
+  DEVICE u32 near() const {
+    return base + AT_NEAR + (4 * (BRINGER ? GROUPS * rings.near.stage() + group : group) + warp) * NEAR_BYTES;
+  }
+  DEVICE u32 strips() const { return base + AT_STRIPS + (4 * group + warp) * STRIP_BYTES; }
   DEVICE int query_head(int row) const { return head * n.group + imin(slice.head(row), n.group - 1); }
 #if MASK == 3
   // This entry's bits, and where the next one's are, a step before they are asked for
@@ -334,10 +390,16 @@ struct Worker {
   }
 #else
   DEVICE void bring_near(int tile) const {
-    if (NEAR_BYTES == 0 || tile < begin) return;
-    const int own = warp * 16 + (lane >> 1);
-    __syncwarp();
-    bring(near(), batch, query_head(own), slice.query(own), tile * BLOCK_N, x, n);
+    if (NEAR_BYTES + STRIP_BYTES == 0 || tile < begin) return;
+    if (!BRINGER && NEAR_BYTES) {
+      const int own = warp * 16 + (lane >> 1);
+      __syncwarp();
+      bring(near(), batch, query_head(own), slice.query(own), tile * BLOCK_N, x, n);
+    }
+    if (STRIP_BYTES) {
+      __syncwarp();
+      bring_strips(strips(), batch, query_head(0), slice.first_query + 16 * warp, tile * BLOCK_N, x, n);
+    }
   }
 #endif
   DEVICE int keys() const {  // where this key tile is
@@ -358,15 +420,24 @@ struct Worker {
     }
   }
 
-  // A mask that is no interval: a loop makes bits of it, 2 * i + e for key 8 * i + e, in few registers
+  // A mask that is no interval: bits of it, 2 * i + e for key 8 * i + e, from the bools of a tensor within limits, or by a
+  // loop in few registers
 #if MASK == 2
   DEVICE void look_at_every_key(float (&s)[BLOCK_N / 2], int first, const int (&heads)[2], const int (&query)[2]) const {
+#ifdef SEEN_AT
+    UNROLL for (int r = 0; r < 2; r++) {
+      const Span span = seen_within(batch, heads[r], query[r], x, n);
+      const u32 from = near() + SEEN_AT + ((lane >> 2) + 8 * r) * NearTile<bool, BLOCK_N>::pitch;
+      UNROLL for (int w = 0; w < BLOCK_N; w += 128)
+        hide(s, r, w, seen_bits<BLOCK_N>(from, w) & from_column(span.lo - first - w) & ~from_column(span.hi - first - w));
+    }
+#else
     u64 kept[2] = {0, 0};
 #pragma unroll 1
     for (int i = BLOCK_N / 8 - 1; i >= 0; i--)
       UNROLL for (int r = 0; r < 2; r++) {
         Near y[2];
-        look(y, near(), (lane >> 2) + 8 * r, 8 * i + 2 * (lane & 3));
+        look(y, near(), strips(), (lane >> 2) + 8 * r, 8 * i + 2 * (lane & 3));
         UNROLL for (int e = 1; e >= 0; e--) {
           const int kv = first + 8 * i + e;
           kept[r] = kept[r] << 1 | (keep(batch, heads[r], query[r], kv, x, n, y[e]) & (kv < n.seqlen_kv));
@@ -374,6 +445,7 @@ struct Worker {
       }
     UNROLL for (int w = 0; w < BLOCK_N; w += 128)
       UNROLL for (int r = 0; r < 2; r++) hide(s, r, w, u32(kept[r] >> w / 4));
+#endif
   }
 #endif
 
@@ -386,7 +458,9 @@ struct Worker {
   DEVICE bool masked() const { return (MASK || RAGGED) && (j >= full_end || (LOWER && j < full_begin)); }  // this key tile
 
   DEVICE void apply_score(float (&s)[BLOCK_N / 2], float scale) const {
-    if (NEAR_BYTES) await_copies(), __syncwarp();
+    if (BRINGER) rings.near.await_full();
+    else if (NEAR_BYTES) await_copies();
+    if (NEAR_BYTES + STRIP_BYTES) __syncwarp();
 #if SCORE
     const int first = keys() * BLOCK_N + 2 * (lane & 3);
     const int query[2] = {slice.query(row), slice.query(row + 8)};
@@ -394,7 +468,7 @@ struct Worker {
     UNROLL for (int i = 0; i < BLOCK_N / 4; i++) {
       const int r = i % 2;
       Near y[2];
-      look(y, near(), (lane >> 2) + 8 * r, i / 2 * 8 + 2 * (lane & 3));
+      look(y, near(), strips(), (lane >> 2) + 8 * r, i / 2 * 8 + 2 * (lane & 3));
       const int key = opaque(first) + i / 2 * 8;  // in this order: what is made for all pairs at once would be held
       UNROLL for (int e = 0; e < 2; e++) {
         float& to = s[2 * i + e];

@@ -1,6 +1,6 @@
-// Near values: what masks and score functions read for every pair of query and key, copied to shared memory (cp.async).
-// A warp copies the 16 rows that it computes, for the next key tile, while it works on this one. There is room for one
-// tile, and only the warp itself has to wait.
+// Near values: what masks and score functions read for every pair of query and key, brought to shared memory tile by
+// tile: by a warp of the producer and the copy engine, ahead of the warpgroup that reads them, or by each warp for its own
+// 16 rows (cp.async), for the next key tile while it works on this one.
 #pragma once
 #include "cuda/ptx.cuh"
 
@@ -17,6 +17,11 @@ template <class T, int KEYS> struct NearTile {
       if (row_bytes % 32 == 0 || at + half < row_bytes)
         copy_16_bytes(to + at, left > at ? from + at : reinterpret_cast<const u8*>(row), imin(imax(left - at, 0), 16));
   }
+  // What the copy engine copies of a row: up to key `count`, rounded up to what its last 16 bytes hold
+  static DEVICE int copied(int first, int count) { return imin(row_bytes, (count - first) * int(sizeof(T)) + 15 & ~15); }
+  static DEVICE void load(u32 to, const T* row, int first, int count, u32 bar) {
+    bulk_copy(to, row + first, copied(first, count), bar);
+  }
   // The elements of a row at `key`, which is even, and after it
   static DEVICE void pair(u32 tile, int row, int key, T& low, T& high) {
     const u32 at = tile + row * pitch + key * int(sizeof(T));
@@ -30,3 +35,40 @@ template <class T, int KEYS> struct NearTile {
     }
   }
 };
+
+// A table that is read at the distance of query and key: its elements for 16 rows and a tile of keys, each beside the one
+// before it, which the next key reads
+template <int KEYS> struct NearStrip {
+  static constexpr int count = KEYS + 15, bytes = 8 * (KEYS + 16);
+
+  // `value(kv, q)` is the element of a key and a query; `ahead` is the first row less the first key
+  template <class Value> static DEVICE void bring(u32 to, Value value, int first, int ahead) {
+    UNROLL for (int i = 0; i < ceil_div(count, 32); i++) {
+      const int at = 32 * i + int(threadIdx.x & 31);
+      if (at >= count) break;
+      const float x = value(first, first + ahead - (KEYS - 1) + at);
+      shared_store(to + 8 * at, __float_as_int(x)), shared_store(to + 8 * at + 12, __float_as_int(x));
+    }
+  }
+  static DEVICE void pair(u32 strip, int row, int key, float& low, float& high) {
+    u32 a, b;
+    shared_load_pair(a, b, strip + 8 * (row - key + KEYS - 1));
+    low = __int_as_float(a), high = __int_as_float(b);
+  }
+};
+
+// ---- a row of bools as bits
+// Four bytes as four bits, into the low end of `bits`: a byte that is not 0 is true
+DEVICE u32 with_bytes(u32 bits, u32 x) {
+  const u32 set = (((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) & 0x80808080u;
+  return __funnelshift_l(set * 0x00204081u, bits, 4);
+}
+// Of a row of KEYS bools in shared memory and 128 keys from `first` on, this thread's bits: 2 * i + e for key
+// 8 * i + 2 * (lane % 4) + e
+template <int KEYS> DEVICE u32 seen_bits(u32 row, int first) {
+  const u32 own = row + first + 2 * (threadIdx.x & 3);
+  u32 found = 0;
+  UNROLL for (int i = imin(KEYS - first, 128) / 16 - 1; i >= 0; i--)
+    found = with_bytes(found, shared_load_short(own + 16 * i) | shared_load_short(own + 16 * i + 8) << 16);
+  return found;
+}

@@ -64,6 +64,16 @@ template <int COUNT> struct Ring {
   DEVICE void await_empty() const { barrier_wait(empty(), parity() ^ 1); }
   DEVICE void next() { place = place == 2 * COUNT - 1 ? 0 : place + 1; }
 };
+template <> struct Ring<0> {  // none: nothing waits
+  DEVICE Ring(u32) {}
+  DEVICE int stage() const { return 0; }
+  DEVICE int parity() const { return 0; }
+  DEVICE u32 full() const { return 0; }
+  DEVICE u32 empty() const { return 0; }
+  DEVICE void init(int, int = 1) const {}
+  DEVICE void await_full() const {}
+  DEVICE void next() {}
+};
 
 // ---- named barriers, and a vote, of a warpgroup by default, in one instruction
 DEVICE void group_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -125,6 +135,10 @@ DEVICE void shared_store_pair(u32 address, uint2 x) {
 }
 DEVICE void copy_16_bytes(u32 to, const void* from, int bytes) {  // `bytes` of them, then zeros; this thread's to wait for
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+DEVICE void bulk_copy(u32 to, const void* from, int bytes, u32 bar) {  // by the copy engine: 16 bytes, or some of them
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 DEVICE void copy_4_bytes(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");

@@ -59,7 +59,12 @@ template <bool BALANCED> DEVICE Place locate(int number, const Shape& n) {
     flat = number / n.tiles_head;
     tile = number - flat * n.tiles_head;
   }
+#ifdef BATCH_FIRST  // batch items that read the same for every pair follow each other, and find it in L2
+  const int batches = n.tiles / n.tiles_head / n.heads_kv;
+  return {flat % batches, flat / batches, tile};
+#else
   return {flat / n.heads_kv, flat % n.heads_kv, tile};
+#endif
 }
 
 // What is to be computed by number: `count` slices of a query tile from its `first` on, as far as there are. With

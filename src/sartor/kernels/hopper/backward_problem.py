@@ -6,7 +6,7 @@ from __future__ import annotations
 from sartor import pending
 from sartor.device import Device
 from sartor.kernels import blocks
-from sartor.kernels.cuda import expressions
+from sartor.kernels.cuda import brought
 from sartor.kernels.hopper import arch
 from sartor.problem import Problem
 
@@ -18,7 +18,7 @@ SEEN, ADDED = f"a bool one {ONE_SWEEP}", f"a float16 or bfloat16 one {ONE_SWEEP}
 def pairs(p: Problem) -> tuple[int, ...]:
     """The aux values that are read for every pair of query and key, tile by tile: a bool one of the mask, one of 16
     bits of the score; none where others are read so."""
-    found = expressions.near(p.program) if p.aux_on_16_bytes else ()
+    found = brought.tiles(p.program) if p.aux_on_16_bytes else ()
     indexed = set() if p.program.keep is None else p.program.keep.leaves()  # by a mask, maybe by both
     read = tuple(
         i for i, a in enumerate(p.program.aux)

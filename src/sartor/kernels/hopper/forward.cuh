@@ -20,7 +20,7 @@ constexpr bool LEAVES = MASK && LOWER;
 #include "cuda/forward.cuh"
 #include "cuda/softmax.cuh"
 #include "hopper/repair.cuh"
-static_assert(SHARED_BYTES == AT_NEAR + 4 * GROUPS * NEAR_BYTES);
+static_assert(SHARED_BYTES == AFTER_NEAR);
 
 constexpr int STEPS = DIM / 16;
 constexpr bool Q_REGISTERS = HELD == STEPS;  // all of q: its place is free for the next at once
@@ -131,7 +131,7 @@ struct Consumer : Worker {
   DEVICE void start() {  // the softmax of a query tile's first key tile
     prepare(s, scale);
     softmax.start(s, factor);
-    bring_near(j - 1);
+    done_near(), bring_near(j - 1);
   }
   DEVICE void pack() {
     UNROLL for (int i = 0; i < BLOCK_N / 4; i++) p[i] = Half::pack(s[2 * i], s[2 * i + 1]);
@@ -167,7 +167,7 @@ struct Consumer : Worker {
   }
   DEVICE void end_step() {
     done_k(), done_v();
-    bring_near(j - 1);
+    done_near(), bring_near(j - 1);
     pack();
   }
   DEVICE void repeat_step() {  // with references that are right
@@ -373,6 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_forward(HOPPER_F
   if (warpgroup == 0) {
     registers_fewer<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) load<true, LATE>(base, t, n, [](int, int, int, int) {});
+    if (BRINGER && threadIdx.x >> 5 == 1) bring_all(base, n, x);
     if (threadIdx.x >= 96) schedule(base, t, n, x);
   } else {
     registers_more<CONSUMER_REGISTERS>();

@@ -19,7 +19,7 @@ from sartor.device import Device
 from sartor.features import BITS_16, DROPOUT, GENERAL, GRADIENTS
 from sartor.kernels import blocks, dropout
 from sartor.kernels.blocks import Blocks
-from sartor.kernels.cuda import expressions, host
+from sartor.kernels.cuda import brought, expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import DROPOUT as DROPOUT_NUMBERS
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
@@ -157,12 +157,14 @@ def compiled(m: Config) -> nvrtc.Binary:
 
 def _may_list(p: Problem) -> bool:
     """Whether the kernel is cut to walk a list of key tiles, and each slice is of one head."""
-    return blocks.serves(p) and p.dim == p.dim_v and p.dim in LISTED_DIMS and not _near(p) and _rows(p) == 64
+    return blocks.serves(p) and p.dim == p.dim_v and p.dim in LISTED_DIMS and not _near(p, listed=True) and _rows(p) == 64
 
 
-def _near(p: Problem) -> tuple[int, ...]:
-    """The aux values that are brought to shared memory tile by tile."""
-    return expressions.near(p.program) if p.aux_on_16_bytes else ()
+def _near(p: Problem, listed: bool = False) -> tuple[int, ...]:
+    """The aux values that are brought to shared memory tile by tile: tensors of pairs, whose rows start on 16 bytes;
+    and where a slice is of one head and there is no list of tiles, what is read at the distance of query and key."""
+    strips = brought.strips(p.program) if _rows(p) == 64 and not listed else ()
+    return (brought.tiles(p.program) if p.aux_on_16_bytes else ()) + strips
 
 
 def _rows(p: Problem) -> int:
@@ -326,7 +328,7 @@ class Config(Schedule):
     @cached_property
     def near(self) -> tuple[int, ...]:
         """See `_near`."""
-        return _near(self.p)
+        return _near(self.p, self.listed)
 
     @property
     def params(self) -> Params:
@@ -334,17 +336,43 @@ class Config(Schedule):
         return LISTED if self.listed else DROPOUT_PARAMS if self.p.dropout_p else PARAMS
 
     def laid_out(self, q_buffers: int) -> Layout:
-        """Shared memory with so many buffers for q."""
+        """Shared memory with so many buffers for q; near values have two stages where those fit."""
+        one = self._laid_out(q_buffers, 1)
+        if not self.brings:
+            return one
+        two = self._laid_out(q_buffers, 2)
+        return two if two.size <= arch.SHARED_BYTES else one
+
+    def _laid_out(self, q_buffers: int, near_stages: int) -> Layout:
         qk, v = self.row_bytes
         step = 1024 if self.widths[1] else 1  # a chunk of 64 columns begins on 1024 bytes
         q_tile, k_tile = (-(-rows * qk // step) * step for rows in (64, self.block_n))
         barriers = self.stages_k + self.stages_v + 3 + q_buffers * self.groups  # 3: two of work tiles, and `next`
-        near = sum(self.block_n * expressions.size(self.p.program.aux[i]) + 16 for i in self.near)
+        barriers += near_stages * self.groups if self.brings else 0
+        aux = [self.p.program.aux[i] for i in self.near]
+        near = sum(16 * (self.block_n * brought.size(a) + 16) for a in aux if not a.dims)
+        strips = sum(8 * (self.block_n + 16) for a in aux if a.dims)
         job = 24 + (536 if self.mask == 2 else 24) * self.groups
         return Layout(
             q=q_buffers * self.groups * q_tile, k=self.stages_k * k_tile, v=self.stages_v * self.block_n * v,
-            barriers=16 * barriers, jobs=2 * job, near=64 * self.groups * near,
+            barriers=16 * barriers, jobs=2 * job, near=4 * self.groups * (near_stages * near + strips),
         )  # fmt: skip
+
+    @cached_property
+    def brings(self) -> bool:
+        """Whether a warp of the producer brings tiles of what is read for every pair, through the copy engine."""
+        return any(not self.p.program.aux[i].dims for i in self.near)
+
+    @property
+    def batch_first(self) -> bool:
+        """Whether a head's batch items follow each other: they read the same tiles, which are then in L2."""
+        read = [self.p.program.aux[i].pattern.lower() for i in self.near if not self.p.program.aux[i].dims]
+        return self.p.batch > 1 and not self.split and any("h" in r and "b" not in r for r in read)
+
+    @property
+    def near_stages(self) -> int:
+        """Tiles of those that there is room for."""
+        return 2 if self.brings and self.layout.regions == self._laid_out(self.q_buffers, 2).regions else 1
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
@@ -361,7 +389,8 @@ class Config(Schedule):
             "BALANCED": int(self.balanced), "LAST_WAVE": int(self.last_wave),
             "RAGGED": int(p.seqlen_kv % self.block_n != 0), "PING_PONG": int(self.ping_pong),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32 or self.split),
-            "AHEAD": int(self.ahead), "STAGED": int(self.staged), **({"DROPOUT": 1} if p.dropout_p else {}),
+            "AHEAD": int(self.ahead), "STAGED": int(self.staged), "NEAR_STAGES": self.near_stages,
+            **({"DROPOUT": 1} if p.dropout_p else {}), **({"BATCH_FIRST": 1} if self.batch_first else {}),
         } | self.layout.defines()  # fmt: skip
 
 

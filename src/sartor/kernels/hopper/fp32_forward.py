@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from sartor import nvrtc
 from sartor.device import Device
 from sartor.features import F32, GENERAL, GRADIENTS
-from sartor.kernels.cuda import expressions, host, pairs
+from sartor.kernels.cuda import brought, expressions, host, pairs
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
 from sartor.kernels.hopper import arch
@@ -114,6 +115,16 @@ class Config(hopper_forward.Config):
         """The config of a problem with a tile; a slice is of one head, whose queries share a unit."""
         return replace(super().of(p, tile), rows=64)  # type: ignore[return-value]
 
+    @cached_property
+    def near(self) -> tuple[int, ...]:
+        """Tensors of pairs, which each warp brings for itself."""
+        return brought.tiles(self.p.program) if self.p.aux_on_16_bytes else ()
+
+    @cached_property
+    def brings(self) -> bool:
+        """No warp of the producer does: they split queries, keys and values."""
+        return False
+
     @property
     def accumulators(self) -> int:
         """Registers a thread: scores, weights twice, output and a tile's share of it."""
@@ -178,7 +189,7 @@ class Config(hopper_forward.Config):
         """Macros by name."""
         p = self.p
         return super().defines() | {
-            "DIM_EXACT": p.dim, "PING_PONG": 0,
+            "DIM_EXACT": p.dim, "PING_PONG": 0, "NEAR_STAGES": 0,
             "VECTOR": int(p.rows_on_16_bytes and p.dim % 4 == 0 and p.dim_v % 4 == 0),
             "HUGE_SCORE": f"{products.HUGE.value}f",
         }  # fmt: skip
