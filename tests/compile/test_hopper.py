@@ -15,6 +15,7 @@ import dialects
 from samples import sample
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
+from sartor.kernels.hopper import arch
 from sartor.kernels.hopper.forward import Config, compiled
 from sartor.kernels.spec import Plan, Tile
 from sartor.plan import choose
@@ -32,6 +33,7 @@ SOME = [
     r for r in ROWS if (r["dim"] == 128 and "keys" not in r) or (r["dim"], r["mask"]) in ((64, "full"), (256, "band"))
 ]
 BF16, FP16 = torch.bfloat16, torch.float16
+LARGEST = arch.SHARED_BYTES
 
 
 def problem(dim=128, dim_v=None, heads=(4, 4), lengths=(1000, 1000), dtype=BF16, **options):
@@ -136,7 +138,7 @@ def test_lists_of_key_tiles(dim, groups, name):
 
 
 @pytest.mark.parametrize("dim", sample([64, 128, 256], lambda dim: dim == 64))
-def test_bias_is_brought_near(dim):
+def test_biases_are_brought(dim):
     """Rows that start on 16 bytes are copied to shared memory, which the config makes room for; others are not."""
     lengths = {"lengths": (1024, 1024)}
     for width, near in ((1024, (0,)), (1025, ())):
@@ -144,12 +146,32 @@ def test_bias_is_brought_near(dim):
         p = problem(dim, bias=bias, **lengths)
         tile = next(iter(SPEC.tiles(p, DEVICE)))
         config = Config.of(p, tile)
-        assert config.near == near
+        assert (config.near, config.brings) == (near, bool(near))
+        stage = 64 * config.groups * (2 * config.block_n + 16) + 16 * config.groups  # and its barriers
         assert config.shared_bytes - Config.of(problem(dim, **lengths), tile).shared_bytes == (
-            64 * config.groups * (2 * config.block_n + 16) if near else 0
+            config.near_stages * stage if near else 0
         )
+        assert config.near_stages == 1 + (near != () and config.shared_bytes + stage * (2 - config.near_stages) <= LARGEST)
+        assert ("BATCH_FIRST" in config.defines()) == bool(near)  # batch items share it
         if near:
             check(p, tile)
+
+
+def relative(n, heads=4, sign=1):
+    table = meta(heads, 2 * n - 1, dtype=BF16)
+    return mods.Score(lambda s, b, h, q, kv, aux: s + aux[0][h, sign * (q - kv) + n - 1], (table,))
+
+
+@pytest.mark.parametrize("limits", sample([{}, {"causal": True}], lambda limits: not limits), ids=str)
+@pytest.mark.parametrize("name", ["tensor", "relative"])
+def test_bools_become_bits_and_distances_strips(name, limits):
+    """Nothing is read from memory by the consumers' loops, and no registers are spilled."""
+    n = 4096
+    options = {"tensor": {"mask": meta(n, n, dtype=torch.bool)}, "relative": {"score": relative(n)}}[name]
+    p = problem(128, lengths=(n, n), **options, **limits)
+    tile = choose(p, DEVICE).tile
+    check(p, tile)
+    assert len(Config.of(p, tile).near) == 1
 
 
 @pytest.mark.parametrize("name", sample(FEATURES, ["window", "packed", "user", "float16", "all"].__contains__))

@@ -237,3 +237,48 @@ def test_a_tanh_is_made_once():
     assert line == "  const float t0 = tanh_half(ratio(s, x.a0));"
     assert text.count("tanh_half") == 3  # two of `score`, one of `score_and_rise`
     assert "tanh_half" not in expressions.source(program(softcap=30.0))
+
+
+def test_distances_are_told_from_other_reads():
+    """A table is a strip where its last index grows by one with the query and falls by one with the key, or the reverse,
+    and all else of the index is the same for all pairs."""
+    one = table(4, 191)
+    for read, strips in (
+        (lambda a, b, h, q, kv: a[h, q - kv + 95], (0,)),
+        (lambda a, b, h, q, kv: a[b, 3 - (q - kv)], (0,)),
+        (lambda a, b, h, q, kv: a[h, q - kv] * a[h, q - kv], (0,)),
+        (lambda a, b, h, q, kv: a[h, q - kv] * a[h, kv - q], ()),
+        (lambda a, b, h, q, kv: a[h, q - 2 * kv], ()),
+        (lambda a, b, h, q, kv: a[h, abs(q - kv)], ()),
+        (lambda a, b, h, q, kv: a[q, q - kv], ()),
+        (lambda a, b, h, q, kv: a[h, q], ()),
+    ):
+        score = mods.Score(lambda s, b, h, q, kv, aux, read=read: s + read(aux[0], b, h, q, kv), (one,))
+        found = program(score=score)
+        assert brought.strips(found) == strips
+        text = expressions.source(found, strips)
+        assert ("NearStrip<BLOCK_N>::bring" in text) == bool(strips)
+
+
+def test_a_bool_tensor_within_limits():
+    """Whole words of it become bits where everything else of the mask is an end of the keys that integers tell."""
+    keep = table(64, 96, dtype=torch.bool)
+    for options, lo, hi in (
+        ({}, [], []),
+        ({"causal": True}, [], ["((q + aux[0]) + 1)"]),
+        ({"window": (9, 3)}, ["((q + aux[2]) - aux[0])"], ["(((q + aux[2]) + aux[1]) + 1)"]),
+    ):
+        found = program(mask=keep, **options)
+        seen = brought.seen(found, brought.tiles(found))
+        assert [e.text() for e in seen.lo] == lo
+        assert [e.text() for e in seen.hi] == hi
+        assert "#define SEEN_AT" in expressions.source(found, brought.tiles(found))
+    for mask in (
+        mods.Mask(lambda b, h, q, kv, aux: aux[0] & (kv % 3 == 0), (keep,)),
+        mods.Mask(lambda b, h, q, kv, aux: aux[0] | (kv < q), (keep,)),
+        mods.Mask(lambda b, h, q, kv, aux: ~aux[0], (keep,)),
+        mods.Mask(lambda b, h, q, kv, aux: aux[0] & (kv < q / 2), (keep,)),
+    ):
+        found = program(mask=mask)
+        assert brought.seen(found, brought.tiles(found)) is None
+        assert "#define SEEN_AT" not in expressions.source(found, brought.tiles(found))
