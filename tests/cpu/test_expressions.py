@@ -240,8 +240,8 @@ def test_a_tanh_is_made_once():
 
 
 def test_distances_are_told_from_other_reads():
-    """A table is a strip where its last index grows by one with the query and falls by one with the key, or the reverse,
-    and all else of the index is the same for all pairs."""
+    """A table is a strip where its last index grows by one with the query and falls by one with the key, or the
+    reverse, and all else of the index is the same for all pairs."""
     one = table(4, 191)
     for read, strips in (
         (lambda a, b, h, q, kv: a[h, q - kv + 95], (0,)),

@@ -1,5 +1,5 @@
 """What masks and scores read for every pair, which the Hopper forward brings to shared memory: biases, bool tensors and
-tables of distances, of every dtype and broadcast, in tiles that are full and not, within limits, against the reference."""
+tables of distances, of every dtype and broadcast, in full tiles and others, within limits, against the reference."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def test_tables_of_distances(lengths, dtype, limits):
 @pytest.mark.parametrize(
     "read",
     [
-        lambda s, b, h, q, kv, aux: s * aux[0][h, kv - q + 50],  # a negative index counts from the end, one beyond is moved
+        lambda s, b, h, q, kv, aux: (
+            s * aux[0][h, kv - q + 50]
+        ),  # a negative index counts from the end, one beyond is moved
         lambda s, b, h, q, kv, aux: s + aux[0][b, 3 + q - kv].abs(),
         lambda s, b, h, q, kv, aux: s + 2 * aux[0][0, q - (kv + 1)],
     ],
@@ -169,7 +171,7 @@ def test_rows_that_a_bias_hides_wholly(low):
 
 
 def test_scores_that_rise_repeat_a_tile():
-    """Keys whose bias is far above that of all before them: their tile is weighed again, with what was brought of it."""
+    """Keys whose bias is far above that of all before them: their tile is weighed again, by what was brought of it."""
     q, k, v = inputs((256, 1024), 128)
     bias = drawn(4, 256, 1024)
     bias += 60 * torch.arange(8, 0, -1, device="cuda").repeat_interleave(128).to(BF16)

@@ -112,7 +112,7 @@ def _all_of(e: Expr) -> Iterator[Expr]:
 def _is_whole(e: Expr, program: Program) -> bool:
     """Whether it is an integer that is the same for all keys."""
     if e.op == "sym":
-        return e.args[0] != "kv"
+        return bool(e.args[0] != "kv")
     if e.op == "const":
         return isinstance(e.args[0], int) and not isinstance(e.args[0], bool)
     if e.op == "aux":

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from sartor.kernels.cuda import brought
-from sartor.kernels.cuda.brought import size
 from sartor.kernels.cuda.params import Params
 from sartor.mods.expr import Expr
 from sartor.mods.program import Aux, Program
@@ -65,9 +64,9 @@ def source(program: Program, near: tuple[int, ...] = (), half: bool = False, til
 
 
 def _near(program: Program, near: tuple[int, ...]) -> list[str]:
-    """`Near`; bytes of the tiles and strips of a warp's 16 rows; `bring` for a row of its tiles, or `load` and what that
-    copies (`copied`) where the copy engine brings them; `bring_strips`; `look` for two neighbours in them; and for a mask
-    that is a bool tensor within limits, where that is and the limits."""
+    """`Near`; bytes of the tiles and strips of a warp's 16 rows; `bring` for a row of its tiles, or `load_near` and the
+    bytes of that (`copied`) where the copy engine brings them; `bring_strips`; `look` for two neighbours in them; and
+    for a mask that is a bool tensor within limits, where that is and the limits."""
     fields, bring, load, strips, look = [], [], [], [], []
     sizes, strip_sizes, copied = ["0"], ["0"], ["0"]
     for i in near:
@@ -104,7 +103,7 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
 
 
 def _seen(program: Program, near: tuple[int, ...]) -> list[str]:
-    """`SEEN_AT`, where a warp's rows of the bool tensor are among its near values, and `seen_within`, a row's limits."""
+    """`SEEN_AT`, where a warp's rows of the bool tensor are among its tiles, and `seen_within`, a row's limits."""
     found = brought.seen(program, near)
     if found is None:
         return []
@@ -115,9 +114,10 @@ def _seen(program: Program, near: tuple[int, ...]) -> list[str]:
             text = _text(e, program)
             least = f"{nearer}({least}, {'narrow' if _is_wide(e, program) else 'int'}({text}))"
         ends += [least]
+    position = "int b, int h, int q, const Aux& x, const Shape& n"
     return [
         f"#define SEEN_AT {' + '.join(['0', *before])}",
-        f"DEVICE Span seen_within(int b, int h, int q, const Aux& x, const Shape& n) {{ return {{{', '.join(ends)}, 0, 0}}; }}",
+        f"DEVICE Span seen_within({position}) {{ return {{{', '.join(ends)}, 0, 0}}; }}",
     ]
 
 

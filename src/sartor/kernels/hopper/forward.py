@@ -144,9 +144,17 @@ class HopperForward(KernelSpec):
         return Tile(64 * groups, keys, 4 * (groups + 1), 6)
 
     def notes(self, p: Problem) -> Iterable[str]:
-        """What is known of the list of key tiles, where there may be one."""
+        """What is known of the list of key tiles, where there may be one; and how what pairs read is."""
         if _may_list(p):
             yield f"forward: {blocks.told(p, by_key=False)}"
+        pairs, strips = brought.tiles(p.program), brought.strips(p.program)
+        if pairs and p.aux_on_16_bytes:
+            yield "forward: what is read for every pair is brought to shared memory, ahead of the products"
+        elif pairs:
+            yield "forward: what is read for every pair is read in place, as its rows do not start on 16 bytes"
+        if strips:
+            where = "brought to shared memory as strips" if _rows(p) == 64 else "read in place, as heads share a tile"
+            yield f"forward: what is read at a distance of query and key is {where}"
 
 
 def compiled(m: Config) -> nvrtc.Binary:
@@ -157,7 +165,9 @@ def compiled(m: Config) -> nvrtc.Binary:
 
 def _may_list(p: Problem) -> bool:
     """Whether the kernel is cut to walk a list of key tiles, and each slice is of one head."""
-    return blocks.serves(p) and p.dim == p.dim_v and p.dim in LISTED_DIMS and not _near(p, listed=True) and _rows(p) == 64
+    return (
+        blocks.serves(p) and p.dim == p.dim_v and p.dim in LISTED_DIMS and not _near(p, listed=True) and _rows(p) == 64
+    )
 
 
 def _near(p: Problem, listed: bool = False) -> tuple[int, ...]:
