@@ -64,11 +64,11 @@ def source(program: Program, near: tuple[int, ...] = (), half: bool = False, til
 
 
 def _near(program: Program, near: tuple[int, ...]) -> list[str]:
-    """`Near`; bytes of the tiles and strips of a warp's 16 rows; `bring` for a row of its tiles, or `load_near` and the
-    bytes of that (`copied`) where the copy engine brings them; `bring_strips`; `look` for two neighbours in them; and
+    """`Near`; bytes of the tiles and strips of a warp's 16 rows; `bring` for a row of its tiles, or `load_near` for
+    a warpgroup's rows where the producer brings them; `bring_strips`; `look` for two neighbours in them; and
     for a mask that is a bool tensor within limits, where that is and the limits."""
     fields, bring, load, strips, look = [], [], [], [], []
-    sizes, strip_sizes, copied = ["0"], ["0"], ["0"]
+    sizes, strip_sizes = ["0"], ["0"]
     for i in near:
         spec = program.aux[i]
         kind = "float" if spec.dims else TYPES[spec.dtype]
@@ -85,17 +85,18 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
             continue
         row = " + ".join([f"x.a{i}", *_steps(i, spec.pattern[:-1])])
         bring += [f"{tile}::bring(to + {' + '.join(sizes)}, {row}, first, n.seqlen_kv);"]
-        load += [f"{tile}::load(to + row * {tile}::pitch + {' + '.join(sizes)}, {row}, first, n.seqlen_kv, bar);"]
-        copied += [f"{tile}::copied(first, n.seqlen_kv)"]
+        of_row = f"[&](int r) {{ const int q = query(r), h = head(r); return {row}; }}"
+        load += [f"{tile}::load<RAGGED>(to + {' + '.join(sizes)}, NEAR_BYTES, {of_row}, first, n.seqlen_kv);"]
         sizes += [f"{tile}::bytes"]
-    place = "int b, int h, int q, int first, const Aux& x, const Shape& n"
+    tail = "int first, const Aux& x, const Shape& n"
+    place = f"int b, int h, int q, {tail}"
     return [
         f"struct Near {{ {' '.join(fields)} }};",
         f"constexpr int NEAR_BYTES = {' + '.join(sizes)};",
         f"enum : int {{ STRIP_BYTES = {' + '.join(strip_sizes)} }};",
         f"DEVICE void bring(u32 to, {place}) {{ {' '.join(bring)} }}",
-        f"DEVICE int copied(int first, const Shape& n) {{ return {' + '.join(copied)}; }}",
-        f"DEVICE void load_near(u32 to, int row, u32 bar, {place}) {{ {' '.join(load)} }}",
+        "template <class Head, class Query>",
+        f"DEVICE void load_near(u32 to, int b, Head head, Query query, {tail}) {{ {' '.join(load)} }}",
         f"DEVICE void bring_strips(u32 to, {place}) {{ {' '.join(strips)} }}",
         f"DEVICE void look(Near (&y)[2], u32 tile, u32 strip, int row, int key) {{ {' '.join(look)} }}",
         *_seen(program, near),

@@ -39,6 +39,7 @@ constexpr int WORK_TILE_LANES = MASK == 2 ? 32 : 1;  // lanes of a warp that arr
 // BRINGER: whether the producer brings near values. Enumerators, which no cubin holds: fingerprints of plans without near
 // values stay
 enum : int { BRINGER = NEAR_STAGES && NEAR_BYTES, NEAR_RING = BRINGER ? NEAR_STAGES : 0, NEAR_TILES = BRINGER ? NEAR_STAGES : 1 };
+enum : int { BRINGERS = GROUPS > 1 ? 2 : 1 };  // warps
 
 // ---- layout of shared memory, as Config.laid_out has it: tiles, pairs of barriers (full, empty), work tiles, near
 // values
@@ -66,10 +67,10 @@ struct Rings {
   static DEVICE void init(u32 base) {  // by one thread
     Rings rings(base, 0);
     rings.k.init(4 * GROUPS), rings.v.init(4 * GROUPS);
-    rings.jobs.init(4 * WORK_TILE_LANES * GROUPS + BRINGER, WORK_TILE_LANES);
+    rings.jobs.init(4 * WORK_TILE_LANES * GROUPS + BRINGER * BRINGERS, WORK_TILE_LANES);
     rings.next.init(1);
     for (int g = 0; g < GROUPS; g++) Rings(base, g).q.init(4);
-    if (BRINGER) for (int g = 0; g < GROUPS; g++) Rings(base, g).near.init(4);
+    if (BRINGER) for (int g = 0; g < GROUPS; g++) Rings(base, g).near.init(4, 32);
     barrier_publish();
   }
 };
@@ -242,9 +243,9 @@ DEVICE void load(u32 base, const Params& t, const Shape& n, Await await) {
   }
 }
 
-// ---- bringer: one warp of the producer warpgroup, which starts copies of near values as their stages come free, for each
-// warpgroup 64 rows of every key tile of the work tile
-DEVICE void bring_all(u32 base, const Shape& n, const Aux& x) {
+// ---- bringers: a warp or two of the producer warpgroup, which start copies of near values as their stages come free, for
+// every other warpgroup 64 rows of every key tile of the work tile
+DEVICE void bring_all(u32 base, int bringer, const Shape& n, const Aux& x) {
   Rings rings(base, 0);
   const int lane = threadIdx.x & 31;
 #pragma unroll 1
@@ -254,24 +255,26 @@ DEVICE void bring_all(u32 base, const Shape& n, const Aux& x) {
     const int item = shared_load(slot + Job::batch), head = shared_load(slot + Job::head), batch = batch_of(item, n);
     const int begin = shared_load(slot + Job::begin), last = shared_load(slot + Job::end) - 1;
     if (item < 0) return;
-    Slice slices[GROUPS];
-    UNROLL for (int g = 0; g < GROUPS; g++)
-      slices[g] = {shared_load(slot + Job::first_query(g)), shared_load(slot + Job::first_head(g))};
+    Slice slices[ceil_div(GROUPS, BRINGERS)];
+    UNROLL for (int i = 0; i < ceil_div(GROUPS, BRINGERS); i++) {
+      const int g = imin(BRINGERS * i + bringer, GROUPS - 1);
+      slices[i] = {shared_load(slot + Job::first_query(g)), shared_load(slot + Job::first_head(g))};
+    }
     __syncwarp();
     if (lane == 0) barrier_arrive(rings.jobs.empty());
     rings.jobs.next();
 #pragma unroll 1
     for (int j = last; j >= begin; j--) {
-      UNROLL for (int g = 0; g < GROUPS; g++) {
-        const u32 skip = 16 * NEAR_RING * g, full = rings.near.full() + skip;  // the rings of all groups are at the same stage
+      UNROLL for (int i = 0; i < ceil_div(GROUPS, BRINGERS); i++) {
+        const int g = BRINGERS * i + bringer;
+        if (g >= GROUPS) break;
+        const u32 skip = 16 * NEAR_RING * g;  // the rings of all groups are at the same stage
         barrier_wait(rings.near.empty() + skip, rings.near.parity() ^ 1);
-        if (lane == 0) barrier_expect(full, 64 * copied(j * BLOCK_N, n));
-        __syncwarp();
-        UNROLL for (int i = 0; i < 2; i++) {
-          const int row = 32 * i + lane, of_head = head * n.group + imin(slices[g].head(row), n.group - 1);
-          const u32 to = base + AT_NEAR + (4 * (GROUPS * rings.near.stage() + g) + row / 16) * NEAR_BYTES;
-          load_near(to, row % 16, full, batch, of_head, slices[g].query(row), j * BLOCK_N, x, n);
-        }
+        auto of_head = [&](int r) { return head * n.group + imin(slices[i].head(r), n.group - 1); };
+        auto of_query = [&](int r) { return slices[i].query(r); };
+        const u32 to = base + AT_NEAR + 4 * (GROUPS * rings.near.stage() + g) * NEAR_BYTES;
+        load_near(to, batch, of_head, of_query, j * BLOCK_N, x, n);
+        copies_arrive(rings.near.full() + skip);
       }
       rings.near.next();
     }

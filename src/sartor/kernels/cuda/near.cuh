@@ -1,6 +1,6 @@
 // Near values: what masks and score functions read for every pair of query and key, brought to shared memory tile by
-// tile: by a warp of the producer and the copy engine, ahead of the warpgroup that reads them, or by each warp for its own
-// 16 rows (cp.async), for the next key tile while it works on this one.
+// tile (cp.async): by warps of the producer, ahead of the warpgroup that reads them, or by each warp for its own 16 rows,
+// for the next key tile while it works on this one.
 #pragma once
 #include "cuda/ptx.cuh"
 
@@ -17,10 +17,18 @@ template <class T, int KEYS> struct NearTile {
       if (row_bytes % 32 == 0 || at + half < row_bytes)
         copy_16_bytes(to + at, left > at ? from + at : reinterpret_cast<const u8*>(row), imin(imax(left - at, 0), 16));
   }
-  // What the copy engine copies of a row: up to key `count`, rounded up to what its last 16 bytes hold
-  static DEVICE int copied(int first, int count) { return imin(row_bytes, (count - first) * int(sizeof(T)) + 15 & ~15); }
-  static DEVICE void load(u32 to, const T* row, int first, int count, u32 bar) {
-    bulk_copy(to, row + first, copied(first, count), bar);
+  // The same for 64 rows, of which 16 are every `apart` bytes, by a warp whose neighbouring lanes copy neighbouring pieces.
+  // ENDS: there may be keys from `count` on
+  template <bool ENDS, class Row> static DEVICE void load(u32 to, int apart, Row row, int first, int count) {
+    constexpr int pieces = row_bytes / 16;  // of a row
+    const int lane = threadIdx.x & 31, left = (count - first) * int(sizeof(T));
+#pragma unroll 4
+    for (int i = 0; i < 2 * pieces; i++) {
+      const int piece = 32 * i + lane, r = piece / pieces, at = piece % pieces * 16;
+      const u8* from = reinterpret_cast<const u8*>(row(r) + first);
+      const int bytes = ENDS ? imin(imax(left - at, 0), 16) : 16;
+      copy_16_bytes(to + r / 16 * apart + r % 16 * pitch + at, ENDS && bytes == 0 ? from : from + at, bytes);
+    }
   }
   // The elements of a row at `key`, which is even, and after it
   static DEVICE void pair(u32 tile, int row, int key, T& low, T& high) {

@@ -136,9 +136,8 @@ DEVICE void shared_store_pair(u32 address, uint2 x) {
 DEVICE void copy_16_bytes(u32 to, const void* from, int bytes) {  // `bytes` of them, then zeros; this thread's to wait for
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-DEVICE void bulk_copy(u32 to, const void* from, int bytes, u32 bar) {  // by the copy engine: 16 bytes, or some of them
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+DEVICE void copies_arrive(u32 bar) {  // this thread's, once they are done, as one arrival
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 DEVICE void copy_4_bytes(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");

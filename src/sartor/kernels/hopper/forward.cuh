@@ -373,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_forward(HOPPER_F
   if (warpgroup == 0) {
     registers_fewer<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) load<true, LATE>(base, t, n, [](int, int, int, int) {});
-    if (BRINGER && threadIdx.x >> 5 == 1) bring_all(base, n, x);
+    if (BRINGER && threadIdx.x >= 32 && threadIdx.x < 32 + 32 * BRINGERS) bring_all(base, (threadIdx.x >> 5) - 1, n, x);
     if (threadIdx.x >= 96) schedule(base, t, n, x);
   } else {
     registers_more<CONSUMER_REGISTERS>();
