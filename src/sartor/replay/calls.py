@@ -133,7 +133,7 @@ class _Functions:
         if name.startswith("cu"):
             return getattr(driver.library(), name)
         owners = {"_Znwm": self.standard, "_ZdlPv": self.standard, "aoti_torch_get_current_cuda_stream": self.cuda}
-        return getattr(owners.get(name, self.torch), name)
+        return getattr(owners.get(name) or self.torch, name)
 
 
 @cache

@@ -15,6 +15,7 @@ from sartor import cache, nvrtc
 from sartor.device import Device
 from sartor.lab.measure import check
 from sartor.lab.workloads.workload import Workload
+from sartor.replay import calls
 
 
 class Finding(NamedTuple):
@@ -32,6 +33,7 @@ def examine() -> Iterator[Finding]:
     yield _package("triton", "portable GPU kernels", (3, 5))
     yield _package("cuda-core", "kernels compiled by NVRTC", (0, 7))
     yield Finding("NVRTC", nvrtc.missing() or nvrtc.compiler())
+    yield Finding("launches of the Hopper kernels", calls.told())
     for folder in caches():
         closed = "" if os.access(_standing(folder), os.W_OK) else ", which cannot be written"
         yield Finding("cache", f"{_short(folder)}, {_mib(folder):.1f} MiB{closed}", None if not closed else False)
