@@ -36,11 +36,12 @@ def test_rows_that_a_bias_hides_all_keys_from(dtype, low, kernel, extra):
 
 @pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_a_bias_that_hides_all_keys_and_of_sinks_as_low(dtype, low):
+@pytest.mark.parametrize("kernel", ["triton"])
+def test_gradients_of_a_bias_that_hides_all_keys_and_of_sinks_as_low(dtype, low, kernel):
     q, k, v = testing.make_inputs(2, 4, 2, 150, 170, 64, dtype=dtype, device="cuda", layout="bshd")
     bias, sinks = torch.full((2, 1, 150, 170), low, device="cuda"), torch.full((4,), low, device="cuda")
     dout, leaves = testing.make_like(q), [t.clone().requires_grad_() for t in (bias, sinks)]
-    out = sartor.attention(q, k, v, bias=leaves[0], sinks=leaves[1], kernel="triton")
+    out = sartor.attention(q, k, v, bias=leaves[0], sinks=leaves[1], kernel=kernel)
     made = dict(zip(("dbias", "dsinks"), torch.autograd.grad(out, leaves, dout), strict=True))
     buried.judge(made, q, k, v, dout, bias=bias, sinks=sinks)
 
