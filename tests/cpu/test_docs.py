@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sartor.lab.measure import models, outside, overlap, profile, scaling, steps
+from sartor.lab.measure import models, outside, overlap, profile, scaling, several, steps
 from sartor.lab.workloads import suites
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_no_file_holds_both_sides_of_a_merge() -> None:
 
 def test_suites_that_pages_name_exist() -> None:
     """Those of benchmarks/suites, and those that a command of their own records; and each record is of one."""
-    own = {part.SUITE for part in (models, outside, overlap, profile, scaling, steps)} | {"distributed"}
+    own = {part.SUITE for part in (models, outside, overlap, profile, scaling, several, steps)} | {"distributed"}
     known, named = {*suites.available(), *own}, dict[str, str]()
     for page in [*PAGES, ROOT / "benchmarks" / "README.md"]:
         for told, flag, marker in SUITES.findall(page.read_text(encoding="utf-8")):

@@ -113,6 +113,16 @@ def gpu_world():
     made.end()
 
 
+@pytest.fixture(scope="session")
+def two_gpus():
+    """Two ranks over NCCL, each with a GPU of its own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, got {torch.cuda.device_count()}")
+    made = World(2, device="cuda")
+    yield made
+    made.end()
+
+
 @pytest.fixture
 def lone_world():
     """Makes worlds that a test may break."""

@@ -13,8 +13,9 @@ import sartor.distributed as context
 from sartor.distributed import machine
 from sartor.distributed.machine import CPU, H200, Machine, file_of, machine_of
 from sartor.lab.measure import context as measured_context
-from sartor.lab.measure import links
-from sartor.lab.measure.records import Run
+from sartor.lab.measure import links, several
+from sartor.lab.measure.records import Record, Run
+from sartor.lab.show import report
 from sartor.lab.workloads.workload import Workload
 
 SHORT = links.Plan(("float32", "float64"), (32, 64), 64, 1, 8, 1 << 16)
@@ -101,6 +102,31 @@ def test_ranks_give_what_the_model_says(world, heads, method, ranks, mask):
     for answer in world.run(ranks, bytes_of, w, method, ranks):
         for counters in answer:
             assert counters["bytes given"] == counters["bytes by the model"] > 0
+
+
+def timed(groups):
+    cpu = torch.device("cpu")
+    plan = several.Plan(((4, 2),), (256,), 16, "float32", 2)
+    return [r.to_json() for r in several.measure(plan, cpu, Run.start(several.SUITE, cpu))]
+
+
+def test_several(world, tmp_path):
+    """Every method and its transfers, by all ranks; and the table of it, in which what PyTorch refuses is said."""
+    lines = world.run(4, timed)[0]
+    found = [Record.from_json(line) for line in lines]
+    methods = ["ring", "allgather", "ulysses", "usp"]
+    names = ["one", *(f"{of}:{method}" for method in methods for of in ("context", "transfers"))]
+    assert [(r.mode, r.provider) for r in found] == [(mode, name) for mode in ("fwd", "bwd") for name in names]
+    assert all(0 < r.ms_p20 <= r.ms <= r.ms_p80 for r in found)
+    assert all(r.errors["out rel"] < 1e-5 for r in found if r.provider.startswith("context"))
+    refused = replace(found[0], provider="pytorch:alltoall", ms=None, skipped="NotImplementedError: no such heads")
+    (tmp_path / "cpu").mkdir()
+    text = "\n".join([*lines, refused.to_json()])
+    (tmp_path / "cpu" / "several.jsonl").write_text(text)
+    table = report.render("cpu/several/several", tmp_path)
+    assert "ms of 4 GPUs / gain over one" in table
+    for row in ("| one GPU |", "| ring |", "| usp |", "PyTorch, alltoall, 4 on 2: NotImplementedError: no such heads."):
+        assert row in table
 
 
 def test_doctor_needs_torchrun(monkeypatch):

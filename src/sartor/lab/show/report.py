@@ -10,7 +10,7 @@ from sartor.lab.evidence.evidence import Evidence
 from sartor.lab.measure import profile
 from sartor.lab.measure import records as store
 from sartor.lab.measure.records import CEILINGS, Record
-from sartor.lab.show import climb, outside, overlap, ranks, scaling, steps, tables
+from sartor.lab.show import climb, outside, overlap, ranks, scaling, several, steps, tables
 from sartor.lab.show.table import Table
 from sartor.lab.workloads import suites
 from sartor.lab.workloads.workload import MODES
@@ -18,7 +18,7 @@ from sartor.lab.workloads.workload import MODES
 MARKED = re.compile(r"(<!-- sartor:report (\S+) -->\n).*?(<!-- /sartor:report -->)", re.DOTALL)
 VIEWS = (
     "fwd", "bwd", "fwd_bwd", "decode", "graph", "memory", "accuracy", "errors", "host", "cost", "first",
-    "visited", "ranks", "traffic", "steps", "models", "overlap", "blocks", "forecast", "timers",
+    "visited", "ranks", "traffic", "steps", "models", "overlap", "blocks", "forecast", "timers", "several",
 )  # fmt: skip
 FILES = ("README.md", *(f"docs/{name}.md" for name in ("results", "ladder", "numerics", "distributed", "measuring")))
 
@@ -71,6 +71,7 @@ def _table(view: str, suite: str, chosen: list[Record], verified: tables.Verifie
         "blocks": lambda: scaling.blocks(chosen),
         "forecast": lambda: scaling.forecast(chosen),
         "timers": lambda: outside.timers(chosen),
+        "several": lambda: several.table(chosen),
     }
     if view in plain:
         return plain[view](), False
