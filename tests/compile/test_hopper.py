@@ -140,11 +140,10 @@ def test_lists_of_key_tiles(dim, groups, name):
 @pytest.mark.parametrize("dim", sample([64, 128, 256], lambda dim: dim == 64))
 def test_biases_are_brought(dim):
     """Rows that start on 16 bytes are copied to shared memory, which the config makes room for; others are not."""
-    lengths = {"lengths": (1024, 1024)}
-    for width, near in ((1024, (0,)), (1025, ())):
-        bias = meta(1, 4, 1024, width, dtype=BF16)[..., :1024]
-        p = problem(dim, bias=bias, **lengths)
-        tile = next(iter(SPEC.tiles(p, DEVICE)))
+    for n, width, near in ((4096, 4096, (0,)), (1024, 1025, ())):
+        lengths = {"lengths": (n, n)}
+        p = problem(dim, bias=meta(1, 4, n, width, dtype=BF16)[..., :n], **lengths)
+        tile = choose(p, DEVICE).tile
         config = Config.of(p, tile)
         assert (config.near, config.brings) == (near, bool(near))
         stage = 64 * config.groups * (2 * config.block_n + 16) + 16 * config.groups  # and its barriers
@@ -159,9 +158,9 @@ def test_biases_are_brought(dim):
             check(p, tile)
 
 
-def relative(n, heads=4, sign=1):
+def relative(n, heads=4):
     table = meta(heads, 2 * n - 1, dtype=BF16)
-    return mods.Score(lambda s, b, h, q, kv, aux: s + aux[0][h, sign * (q - kv) + n - 1], (table,))
+    return mods.Score(lambda s, b, h, q, kv, aux: s + aux[0][h, q - kv + n - 1], (table,))
 
 
 @pytest.mark.parametrize("limits", sample([{}, {"causal": True}], lambda limits: not limits), ids=str)
