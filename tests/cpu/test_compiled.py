@@ -147,7 +147,7 @@ def guards(function):
 
 
 def test_guards():
-    """481 of a call in 2025, and 42 of PyTorch's: each is checked at every call of what was compiled."""
+    """Each is checked at every call of what was compiled: 481 where a `Call` was traced, 42 of PyTorch's attention."""
     q, k, v = (t.transpose(1, 2) for t in leaves())
     counts = []
     for call in (
