@@ -8,6 +8,7 @@ kernel names is refused by all of them: a new one is served only where somebody 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import torch
 
@@ -100,6 +101,7 @@ WORDS: dict[str, str] = {  # what a kernel without the feature says; fields of `
 }
 
 
+@lru_cache(maxsize=64)
 def of(p: Problem) -> frozenset[str]:
     """The features that a problem asks for."""
     return frozenset(feature for rule in RULES.values() if (feature := rule(p)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -483,3 +484,49 @@ def test_a_list_of_key_tiles_is_walked(driver, monkeypatch):
     assert launched(mask=other)["entries"] != first["entries"]
     assert "entries" not in launched(causal=True)
     assert "entries" not in launched(mask=torch.ones(700, 700, dtype=torch.bool))
+
+
+def calls_of_python(function):
+    """How many functions, of Python and of C, a call of it calls."""
+    count = 0
+
+    def seen(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(("causal", "forward", "both"), [(False, 850, 1750), (True, 950, 1900)])
+def test_a_length_not_seen_before(driver, backward, causal, forward, both):
+    """What the host does of one, in calls of functions: results that all lengths share are not made again."""
+    counts = {}
+    for n in range(1000, 996, -1):
+        q, k, v = (torch.zeros(2, n, 4, 128, dtype=torch.bfloat16) for _ in range(3))
+        counts["forward"] = calls_of_python(lambda: sartor.attention(q, k, v, causal=causal))  # noqa: B023 - called here
+        counts["both"] = calls_of_python(lambda: gradients(q, k, v, causal=causal))  # noqa: B023 - called here
+    assert counts["forward"] <= forward
+    assert counts["both"] <= both
+
+
+def test_configs_of_other_lengths_are_alike():
+    """Those of a kind, but for the problem: also where heads share the blocks of keys."""
+    for heads, keys, options in (
+        (4, 90, {}), (4, 5000, {"causal": True}), (1, 90, {"causal": True}), (1, 300_000, {}),
+        (4, 777, {"window": (30, 30), "deterministic": True}),
+    ):  # fmt: skip
+        q, k = (torch.empty(2, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((70, 8), (keys, heads)))
+        p = Problem.of(Call(q, k, k, **options))
+        for m in backward_config.Config.all(p):
+            alone = backward_config.Config(p, m.gradients, m.groups, m.block, m.apart, m.listed)
+            assert m == alone
+            assert m == backward_config.Config.of(p, *m.gradients)
+            assert (m.defines(), m.shared_bytes, m.stages, m.sectioned) == (
+                alone.defines(), alone.shared_bytes, alone.stages, alone.sectioned,
+            )  # fmt: skip
+            assert [kernel.types for kernel in m.kernels] == [kernel.types for kernel in alone.kernels]

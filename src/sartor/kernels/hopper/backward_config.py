@@ -3,7 +3,7 @@ call's launches share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
@@ -98,11 +98,14 @@ class Config:
     @classmethod
     @lru_cache(maxsize=256)
     def all(cls, p: Problem) -> list[Config]:
-        """The configs of the kernels that a problem takes, in the order of their launches."""
-        if fused(p):
-            return [cls.of(p, "dk", "dv", "dq")]
-        keys = [("dk", "dv")] if columns(p) <= BOTH else [("dk",), ("dv",)]  # dv keeps what dk marks
-        return [cls.of(p, *gradients) for gradients in [("dq",), *keys]]
+        """The configs of the kernels that a problem takes, in the order of their launches: those of its kind, with what
+        is known of them."""
+        found = []
+        for m in _of_kind(kind(p)):
+            same = object.__new__(cls)
+            same.__dict__.update(m.__dict__, p=p)
+            found.append(same)
+        return found
 
     @property
     def keys(self) -> bool:
@@ -119,7 +122,7 @@ class Config:
         """Whether a warpgroup of its own makes dq."""
         return self.fused and adder(self.p)
 
-    @property
+    @cached_property
     def dim(self) -> int:
         """Columns of its products."""
         return columns(self.p)
@@ -135,7 +138,7 @@ class Config:
         """Of a block: those that multiply, and four that load."""
         return 4 * (self.groups + 1 + self.adder)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Columns of a swizzled chunk."""
         return host.width(self.p.dim, 64)
@@ -157,17 +160,17 @@ class Config:
         """Whether a block holds one set of rows after another, as the order says."""
         return self.fused and self.ordered and not self.near
 
-    @property
+    @cached_property
     def near(self) -> tuple[int, ...]:
         """The aux values that are read for every pair, tile by tile."""
         return near(self.p)
 
-    @property
+    @cached_property
     def added(self) -> int | None:
         """The aux value of 16 bits that the score reads for every pair."""
         return expressions.seen_and_added(self.p.program, self.near)[1]
 
-    @property
+    @cached_property
     def seen(self) -> int:
         """Whether the mask reads a bool tensor; 2 where it is nothing else."""
         at, _ = expressions.seen_and_added(self.p.program, self.near)
@@ -214,6 +217,11 @@ class Config:
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
+        return self.macros
+
+    @cached_property
+    def macros(self) -> dict[str, Any]:
+        """The same, made once for a kind."""
         p = self.p
         return {
             "GROUPS": self.groups, "KEYS": int(self.keys), "DX": int(self.gradients != ("dv",)),
@@ -234,7 +242,7 @@ class Config:
         """Of a head: each holds 64 rows a warpgroup."""
         return -(-(self.p.seqlen_kv if self.keys else self.p.seqlen_q) // (arch.ROWS * self.groups))
 
-    @property
+    @cached_property
     def kernels(self) -> tuple[Params, ...]:
         """What is in the text."""
         program = self.p.program
@@ -249,6 +257,28 @@ class Config:
         """The kernel; needs no GPU."""
         dtype = "bf16" if self.p.dtype == torch.bfloat16 else "f16"
         return arch.build(self, dtype, "hopper/backward", {64, self.block, self.dim}, self.kernels)
+
+
+LASTING = "layout", "kernels", "macros", "sectioned", "persistent"  # of a kind, with what they are made of
+
+
+def kind(p: Problem) -> Problem:
+    """The problem with the batch and the lengths that stand for its own: configs differ by nothing else, but where a
+    bias has a gradient. Few keys share their blocks, where heads do; many do not."""
+    if p.bias_shape is not None:
+        return p
+    return replace(p, batch=1, seqlen_q=1, seqlen_kv=1 if parts(p) > 1 else 2**20)
+
+
+@lru_cache(maxsize=256)
+def _of_kind(p: Problem) -> list[Config]:
+    keys = [("dk", "dv")] if columns(p) <= BOTH else [("dk",), ("dv",)]  # dv keeps what dk marks
+    made = [("dk", "dv", "dq")] if fused(p) else [("dq",), *keys]
+    found = [Config.of(p, *gradients) for gradients in made]
+    for m in found:
+        for name in LASTING:
+            getattr(m, name)
+    return found
 
 
 @cache

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from sartor import pending
 from sartor.device import Device
 from sartor.kernels import blocks
 from sartor.kernels.cuda import brought
 from sartor.kernels.hopper import arch
+from sartor.mods.program import Program
 from sartor.problem import Problem
 
 ENOUGH = 4 * arch.SMS  # blocks: of fewer, the last ones leave SMs idle for long, above all under a causal mask
@@ -18,15 +21,20 @@ SEEN, ADDED = f"a bool one {ONE_SWEEP}", f"a float16 or bfloat16 one {ONE_SWEEP}
 def pairs(p: Problem) -> tuple[int, ...]:
     """The aux values that are read for every pair of query and key, tile by tile: a bool one of the mask, one of 16
     bits of the score; none where others are read so."""
-    found = brought.tiles(p.program) if p.aux_on_16_bytes else ()
-    indexed = set() if p.program.keep is None else p.program.keep.leaves()  # by a mask, maybe by both
+    return _pairs(p.program, p.aux_on_16_bytes) if p.program.aux else ()
+
+
+@lru_cache(maxsize=1024)
+def _pairs(program: Program, aligned: bool) -> tuple[int, ...]:
+    found = brought.tiles(program) if aligned else ()
+    indexed = set() if program.keep is None else program.keep.leaves()  # by a mask, maybe by both
     read = tuple(
-        i for i, a in enumerate(p.program.aux)
+        i for i, a in enumerate(program.aux)
         if {"q", "k"} <= set(a.pattern.lower()) or (a.dims and f"aux[{i}]" in indexed)
     )  # fmt: skip
     of_mask, of_score = (
-        [(i, p.program.aux[i].dtype) for i in found if e is not None and f"aux[{i}]" in e.leaves()]
-        for e in (p.program.keep, p.program.score)
+        [(i, program.aux[i].dtype) for i in found if e is not None and f"aux[{i}]" in e.leaves()]
+        for e in (program.keep, program.score)
     )
     served = len(of_mask) < 2 and all(dtype == "torch.bool" for _, dtype in of_mask)
     served &= len(of_score) < 2 and all(dtype in ("torch.float16", "torch.bfloat16") for _, dtype in of_score)
