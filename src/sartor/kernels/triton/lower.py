@@ -20,7 +20,7 @@ from sartor.kernels.triton.launch import compile_options
 
 _TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "i1", torch.int32: "i32",
-    torch.int64: "i64", torch.uint8: "u8", torch.float64: "fp64",
+    torch.int64: "i64", torch.uint8: "u8", torch.int8: "i8", torch.float64: "fp64",
 }  # fmt: skip
 
 
