@@ -70,7 +70,7 @@ def test_version() -> None:
         (("bench", "--dim", "16", "--providers", "sartor:foo"), "got 'sartor:foo'"),
         (("explain", "--seqlen", "64/256", "--mask", "document5"), "got 64 and 256"),
         (("refresh", "--list", "--device", "cpu"), "got 'cpu'"),
-        (("plot", "gqa", "--record"), "suite gqa asks for no plot\n"),
+        (("plot", "gqa", "--record"), "suite gqa asks for no plot"),
         (("ladder", "show", "16", "--sass", "--arch", "95"), "got 95"),
         (("report", "nowhere.md"), "nowhere.md"),
         (("tune", "--dims", "a"), "--dims must be a positive number"),

@@ -558,16 +558,3 @@ def test_a_mod_over_tensors_of_other_dims_is_traced_once(monkeypatch):
         assert back.materialize(2, 1, 7, 9).sum(-1).unique().tolist() == [limit]
     assert len(made) <= 2
     assert all(t.is_meta for m in template._varied.values() for t in m.tensors)
-
-
-def test_ids_of_one_dim_are_of_all_items():
-    ids, kv_ids = torch.tensor([0, 0, 1, 2]), torch.tensor([2, 1, 0])
-    for found, want in (
-        (mods.document(ids), mods.document(ids[None])),
-        (mods.document(ids, kv_ids), mods.document(ids[None], kv_ids[None])),
-        (mods.document(ids, kv_ids.expand(2, -1)), mods.document(ids.expand(2, -1), kv_ids.expand(2, -1))),
-    ):
-        seen = found.materialize(2, 1, 4, found.tensors[1].shape[3])
-        assert torch.equal(seen, want.materialize(2, 1, 4, found.tensors[1].shape[3]))
-    with pytest.raises(ValueError, match=r"^kv_ids must have shape \(batch, seqlen\) or \(seqlen,\), got 3 dims"):
-        mods.document(ids, ids[None, None])

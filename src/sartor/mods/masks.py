@@ -107,18 +107,15 @@ def document(ids: torch.Tensor, kv_ids: torch.Tensor | None = None) -> Mask:
     where one is scattered, its tiles are looked at key by key.
 
     Args:
-        ids: integers of shape (batch or 1, seqlen), or (seqlen,) for all items: the document of each token, of any
-            value, in any order.
-        kv_ids: integers of shape (batch or 1, seqlen_kv), or (seqlen_kv,): the keys' documents, where they differ
-            from the queries'.
+        ids: integers of shape (batch or 1, seqlen): the document of each token, of any value, in any order.
+        kv_ids: integers of shape (batch or 1, seqlen_kv): the keys' documents, where they differ from the queries'.
 
     Raises:
         TypeError, ValueError: no tensors, other dtypes or shapes, different devices.
     """
     kv_ids = ids if kv_ids is None else kv_ids
     for name, t in (("ids", ids), ("kv_ids", kv_ids)):
-        _check_integers(name, t, "(batch, seqlen) or (seqlen,)", (1, 2))
-    ids, kv_ids = (t[None] if t.dim() == 1 else t for t in (ids, kv_ids))
+        _check_integers(name, t, "(batch, seqlen)", (2,))
     if ids.device != kv_ids.device:
         raise ValueError(f"kv_ids must be on the device of ids, {ids.device}, got {kv_ids.device}")
     if ids.shape[0] != kv_ids.shape[0]:

@@ -211,10 +211,8 @@ def plot(
         else:
             chosen = adhoc.EMPTY if suite == adhoc.EMPTY.name else suites.load(suite)
             files = views.draw(found, chosen, file.parent)
-            if not files and not chosen.plots:
-                raise ValueError(f"suite {suite} asks for no plot")
         if not files:
-            raise ValueError(f"records of suite {suite} have nothing to draw, in {file}")
+            raise ValueError(f"suite {suite} asks for no plot, or its records have nothing to draw")
         for path in files:
             typer.echo(str(path))
 
