@@ -169,7 +169,7 @@ def places() -> Iterator[tuple[str, dict[str, Any]]]:
         if method != "usp":
             yield method, {"group": dist.group.WORLD}
         elif ranks % 2 == 0 and ranks > 2:
-            yield method, {"mesh": DeviceMesh(kind, torch.arange(ranks).view(ranks // 2, 2))}
+            yield method, {"mesh": DeviceMesh(kind, torch.arange(ranks, device="cpu").view(ranks // 2, 2))}
 
 
 def contenders(
