@@ -198,7 +198,8 @@ def training(plan: Plan, device: torch.device, run: Run) -> Iterator[Record]:
 
     w = plan.training
     records, runs, curves = _started(run, w, make, plan.first_s)
-    eager = [curves["eager"]]
+    # PyTorch's fused attention rounds as well, on some CPUs farther than all orders of its eager one
+    eager = [curves[name] for name in ("eager", "sdpa") if name in curves]
     eager += [curve(Training(plan, "eager", device, i).step, plan.curve) for i in range(1, ORDERS)]
     exact, before = curves["wider"], sm_clock_mhz(device)
     for name, samples in in_turns(runs, device, plan.rounds, plan.turn).items():
