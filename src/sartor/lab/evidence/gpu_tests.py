@@ -64,7 +64,7 @@ def run_tests(
         command += [f"--passed={passed}"] if passed else []  # in one, or its folder is searched for a conftest.py
         command += ["--planned", str(planned)] if (root / "tests" / "conftest.py").is_file() else []
         if find_spec("xdist"):  # compiling takes most of the time, and it runs on the CPU
-            processes = min(14 * (torch.cuda.device_count() or 1), (os.cpu_count() or 3) - 2)
+            processes = max(0, min(14 * (torch.cuda.device_count() or 1), (os.cpu_count() or 3) - 2))
             command += ["-n", str(processes), "--dist", "load", "--maxschedchunk", "1"]
         said = _run(command, root, limit_s)
         if not xml.is_file():
@@ -80,8 +80,12 @@ def run_tests(
 
 
 def _run(command: Sequence[str], root: Path, limit_s: float) -> str:
-    """What pytest says. At the limit it is interrupted, as by Ctrl-C: it writes down what was done, and ends."""
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+    """What pytest says. At the limit it is interrupted, as by Ctrl-C: it writes down what was done, and ends. It is
+    told nothing of a pytest that it is started from, or its tests take themselves for that one's workers."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    with subprocess.Popen(
+        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
         for seconds, stop in ((limit_s, partial(running.send_signal, signal.SIGINT)), (END_S, running.kill)):
             try:
                 return running.communicate(timeout=seconds)[0]
