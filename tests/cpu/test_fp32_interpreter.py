@@ -39,14 +39,14 @@ INTERPRETED = pytest.mark.skipif(
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(2, 2))
+@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(5, 4))
 def test_features(part, parts, marks):
     names = [f"{shared.__file__}::{name}" for name in FEATURES]
     shared.run_cases(names[part::parts], marks, SARTOR_TEST_KERNEL="fp32")
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(1, 1))
+@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(2, 1))
 def test_pairs(part, parts, marks):
     shared.run_cases([f"{__file__}::{name}" for name in globals() if name.startswith("case_")][part::parts], marks)
 
