@@ -305,10 +305,10 @@ def case_bias(shape):
 
 
 HIDDEN = {"full": {}, "causal": {"causal": True}, "sinks": {"sinks": normal(2) - 1e9}}
-LOW_OF = [(name, low) for name in HIDDEN for low in buried.LOW]
+HIDDEN_CASES = [(name, low) for name in HIDDEN for low in buried.LOW]
 
 
-@pytest.mark.parametrize(("name", "low"), sample(LOW_OF, lambda case: case[0] == "full" or case[1] == -1e9))
+@pytest.mark.parametrize(("name", "low"), sample(HIDDEN_CASES, lambda case: case[0] == "full" or case[1] == -1e9))
 def case_rows_that_a_bias_hides_all_keys_from(name, low):
     """lse cannot hold the logarithm of 50 beside -1e9, nor finfo.min in the log2 domain; weights still sum to 1."""
     q, k, v = inputs(b=2, sq=40, skv=50, dtype=FP32 if KERNEL == "fp32" else FP16)
@@ -324,10 +324,10 @@ def of_bias_and_sinks(q, k, v, dout, kernel, bias, sinks):
     return dict(zip(("dbias", "dsinks"), torch.autograd.grad(out, leaves, dout), strict=True))
 
 
-OF_SHAPES = [(low, shape) for low in (-1e9, torch.finfo(FP32).min) for shape in ((40, 50), (40, 1), (1, 50))]
+GRADIENT_CASES = [(low, shape) for low in (-1e9, torch.finfo(FP32).min) for shape in ((40, 50), (40, 1), (1, 50))]
 
 
-@pytest.mark.parametrize(("low", "shape"), sample(OF_SHAPES, lambda case: case[0] == -1e9 or case[1] == (40, 50)))
+@pytest.mark.parametrize(("low", "shape"), sample(GRADIENT_CASES, lambda case: case[0] == -1e9 or case[1] == (40, 50)))
 def case_gradients_of_what_hides_all_keys(low, shape):
     """Sinks as low as the keys have a share of the weights."""
     q, k, v = inputs(b=2, sq=40, skv=50, dtype=FP32 if KERNEL == "fp32" else FP16)

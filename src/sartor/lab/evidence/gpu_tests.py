@@ -80,9 +80,12 @@ def run_tests(
 
 
 def _run(command: Sequence[str], root: Path, limit_s: float) -> str:
-    """What pytest says. At the limit it is interrupted, as by Ctrl-C: it writes down what was done, and ends. It is
-    told nothing of a pytest that it is started from, or its tests take themselves for that one's workers."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    """What pytest says. At the limit it is interrupted, as by Ctrl-C: it writes down what was done, and ends.
+
+    A test may start it, in a worker of xdist: the variables of that worker are left out, or each test of this run would
+    take itself for a test of a worker.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
     with subprocess.Popen(
         command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as running:
