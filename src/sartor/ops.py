@@ -35,13 +35,23 @@ class Like(NamedTuple):
     wanted: dict[int, int]  # of the tables whose gradients are wanted, by their number among these
 
     @classmethod
-    def of(cls, call: Call, tables: Sequence[Tensor]) -> Like:
+    def of(cls, call: Call | Made, tables: Sequence[Tensor]) -> Like:
         """Those of a call, whose score has these tensors."""
+        if isinstance(call, Made):
+            return cls(None, None, [], {})
         bias, sinks = call.bias, call.sinks
         return cls(
             None if bias is None else (bias.dtype, bias.shape), None if sinks is None else sinks.dtype,
             [(t.dtype, t.shape) for t in tables], dict(enumerate(call.table_gradients or ())),
         )  # fmt: skip
+
+
+class Made(NamedTuple):
+    """A forward that was made."""
+
+    x: Operands
+    out: Tensor
+    lse: Tensor
 
 
 @dataclass(slots=True)
@@ -189,12 +199,15 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         bias: Any,
         sinks: Any,
-        call: Call,
+        call: Call | Made,
         prepared: Prepared,
         *tables: Tensor,
     ) -> Any:
-        x = prepared.operands(call)
-        out, lse = _forward(prepared, x)
+        if isinstance(call, Made):
+            x, out, lse = call
+        else:
+            x = prepared.operands(call)
+            out, lse = _forward(prepared, x)
         out = unviewed(out)
         ctx.set_materialize_grads(False)
         ctx.prepared = prepared
@@ -225,6 +238,12 @@ class _Attention(torch.autograd.Function):
 
 # Function.apply without its look for functorch's wrappers, which a call on plain tensors has behind it
 _apply = super(torch.autograd.Function, _Attention).apply
+
+
+def followed(q: Tensor, k: Tensor, v: Tensor, made: Made, prepared: Prepared) -> tuple[Tensor, Tensor]:
+    """out and lse of a forward that was made of these, in layout bshd, for autograd to follow."""
+    found: tuple[Tensor, Tensor] = _apply(q, k, v, None, None, made, prepared)
+    return found
 
 
 def _of_tables(dtables: Sequence[Tensor], like: Like) -> list[Any]:

@@ -129,7 +129,7 @@ def case_packed(packing, dtype, strided, more):
     lengths = tuple(n + more for n in lengths)
     cu = tuple(tensor(e, dtype, strided) for e in ends)
     flag = flagged()
-    tables = tuple(t.fill_(-7) for t in intervals._rows_and_cols(*cu, lengths))
+    tables = tuple(t.fill_(-7) for t in intervals.rows_and_cols(*cu, lengths))
     launches.intervals(cu, tables, lengths, sides, "cu_seqlens_kv")
     assert all(map(torch.equal, tables, intervals._packed_intervals(*cu, lengths, sides, "cu_seqlens_kv")))
     places = intervals._number_and_place(*cu, lengths[0]).fill_(-7)
@@ -143,7 +143,7 @@ def case_many_sequences():
     from sartor.lengths import launches
 
     cu = torch.arange(301).clamp(max=290)
-    tables = intervals._rows_and_cols(cu, cu, (290, 290))
+    tables = intervals.rows_and_cols(cu, cu, (290, 290))
     launches.intervals((cu, cu), tables, (290, 290), (NO_SIDE, 0), "cu_seqlens_kv")
     assert all(map(torch.equal, tables, intervals._packed_intervals(cu, cu, (290, 290), (NO_SIDE, 0), "cu_seqlens_kv")))
     assert not flagged().words.any()
@@ -162,7 +162,7 @@ def case_cached(lengths, added, right):
     n, cache = torch.tensor(lengths, dtype=torch.int64), Cache(len(lengths), 2, 11, added)
     flag = flagged()
     for given_, uniform in ((n, -1), (None, 5)):
-        table = intervals._table(n, None, 0, None, cache).fill_(-7)
+        table = intervals.table_of_cache(n, None, 0, None, cache).fill_(-7)
         launches.cached(table, given_, uniform, (4, right), cache)
         want = intervals.cached_table(n, n if given_ is not None else uniform, (4, right), cache)
         assert torch.equal(table, want)
@@ -185,7 +185,7 @@ def case_wrong_ends(name):
 
     ends, words = WRONG[name]
     cu = torch.tensor(ends), torch.tensor([0, 5, 9])
-    tables = intervals._rows_and_cols(*cu, (9, 9))
+    tables = intervals.rows_and_cols(*cu, (9, 9))
     flagged()
     launches.intervals(cu, tables, (9, 9), (NO_SIDE, NO_SIDE), "cu_seqlens_k")
     assert all(((t >= 0) & (t <= 9)).all() for t in tables)
@@ -205,7 +205,7 @@ def case_wrong_lengths(lengths, added, words):
 
     n, cache = torch.tensor(lengths), Cache(2, 1, 9, added)
     flagged()
-    table = intervals._table(n, None, 0, None, cache)
+    table = intervals.table_of_cache(n, None, 0, None, cache)
     launches.cached(table, n, -1, (NO_SIDE, 0), cache)
     assert table[0].flatten().tolist() == [
         min(9, max(0, x) + added if x >= 0 else added - 1) * (x != -1) for x in lengths
@@ -267,7 +267,7 @@ def test_on_a_gpu_a_table_is_its_memory_and_one_launch(monkeypatch):
 
     started = []
     monkeypatch.setattr(intervals, "by_kernel", lambda t: True)
-    monkeypatch.setattr(launches, "launch", lambda kernel, *_: started.append(kernel.__name__))
+    monkeypatch.setattr(launches, "launch", lambda one: started.append(one.kernel.__name__))
     monkeypatch.setitem(values._FLAGS, None, values.Flag(torch.device("cpu"), pinned=False))
     cu, lengths = torch.tensor([0, 3, 20]), torch.tensor([3, 4])
     with Counted() as counted:

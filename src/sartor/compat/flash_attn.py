@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sartor import lengths_front
 from sartor.api import attention
 from sartor.checks import boolean, dense, is_integer, slopes, slopes_without_gradient
 from sartor.compat.arguments import named
@@ -170,6 +171,14 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         raise NotImplementedError("block_table must be None: pages of keys are not supported yet")
+    kept, tensors = None, (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if alibi_slopes is None and dropout_p.__class__ is float and dropout_p == 0:
+        kept = lengths_front.find(
+            "packed", tensors, causal, window_size, softmax_scale, softcap, deterministic, return_attn_probs
+        )
+        found = kept.attend(tensors, return_attn_probs) if isinstance(kept, lengths_front.Kept) else None
+        if found is not None:
+            return found[0] if found[1] is None else (found[0], found[1].squeeze(0), None)
     _check_dims("tokens, heads, dim", q=q, k=k, v=v)
     lengths, sides = (q.shape[0], k.shape[0]), ends_of(boolean("causal", causal), window_size)
     mask = packed_as("cu_seqlens_k", cu_seqlens_q, cu_seqlens_k, lengths, sides)
@@ -184,6 +193,8 @@ def flash_attn_varlen_func(
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask=mask, score=score, softmax_scale=softmax_scale,
         softcap=softcap, deterministic=deterministic, return_lse=return_attn_probs, dropout_p=dropout_p,
     )  # fmt: skip
+    if isinstance(kept, lengths_front.New):
+        kept.keep(lengths_front.packed(tensors, sides, "cu_seqlens_k", softmax_scale, softcap, deterministic))
     return (result[0].squeeze(0), result[1].squeeze(0), None) if isinstance(result, tuple) else result.squeeze(0)
 
 
@@ -234,6 +245,15 @@ def flash_attn_with_kvcache(
     Returns:
         out (batch, seqlen_q, heads_q, dim).
     """
+    kept, tensors = None, (q, k_cache, v_cache, cache_seqlens, *(() if k is None else (k, v)))
+    plain = rotary_cos is None and rotary_sin is None and cache_batch_idx is None and cache_leftpad is None
+    if plain and block_table is None and alibi_slopes is None and num_splits.__class__ is int and num_splits >= 0:
+        kept = lengths_front.find(
+            "cached", tensors, causal, window_size, softmax_scale, softcap, num_splits == 1, return_softmax_lse
+        )
+        found = kept.attend(tensors, return_softmax_lse) if isinstance(kept, lengths_front.Kept) else None
+        if found is not None:
+            return found[0] if found[1] is None else (found[0], found[1])
     missing = {
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
         "cache_leftpad": cache_leftpad,
@@ -246,9 +266,9 @@ def flash_attn_with_kvcache(
     if block_table is not None:
         check_table("block_table", block_table, q.shape[0], k_cache, v_cache)
         k_cache, v_cache = (gather("block_table", t, block_table) for t in pages)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} must have the batch of q, {q.shape[0]}, got batch {cache.shape[0]}")
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if t.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} must have the batch of q, {q.shape[0]}, got batch {t.shape[0]}")
     boolean("causal", causal)
     if not is_integer(num_splits) or num_splits < 0:
         raise ValueError(f"num_splits must be an integer of at least 0, got {num_splits!r}")
@@ -263,7 +283,8 @@ def flash_attn_with_kvcache(
     before = _cache_lengths(cache_seqlens, q)
     added = 0 if k is None and v is None else _check_new(k_cache, v_cache, k, v)
     ends = ends_of(causal, window_size)
-    table = cached_table(q, before, ends, Cache(q.shape[0], q.shape[1], k_cache.shape[1], added, "cache_seqlens"))
+    cache = Cache(q.shape[0], q.shape[1], k_cache.shape[1], added, "cache_seqlens")
+    table = cached_table(q, before, ends, cache)
     score = None
     if alibi_slopes is not None:
         slopes(alibi_slopes, q.shape[2], q.shape[0], q.device)
@@ -274,7 +295,10 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             write_back(pages[0], block_table, k_cache, before, added)
             write_back(pages[1], block_table, v_cache, before, added)
-    return _attend_to_cache(q, k_cache, v_cache, mask=of_cache(table, ends), score=score, **options)
+    result = _attend_to_cache(q, k_cache, v_cache, mask=of_cache(table, ends), score=score, **options)
+    if isinstance(kept, lengths_front.New):
+        kept.keep(lengths_front.cached(tensors, ends, cache, softmax_scale, softcap, num_splits == 1))
+    return result
 
 
 def _cache_lengths(given: int | Tensor | None, q: Tensor) -> int | Tensor:

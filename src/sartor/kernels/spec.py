@@ -130,6 +130,11 @@ class KernelSpec:
         """What repeats a run with this data for other tensors that lie in the same way; None where calls need more."""
         return None
 
+    def behind(self, plan: Plan) -> Any:
+        """The launches of a forward that has run in layout bshd, where they may come behind others that fill tensors
+        which they read, as `hopper.forward.Ready.behind` says; else None."""
+        return None
+
     def notes(self, p: Problem) -> Iterable[str]:
         """What there is to say of a plan besides, in sentences."""
         return ()

@@ -73,7 +73,7 @@ def _packed_intervals(cu_q: Tensor, cu_kv: Tensor, lengths: Pair, sides: Pair, n
     values.look("cu_seqlens_q", cu_q, values.check_ends, lengths[0])
     if cu_kv is not cu_q or lengths[0] != lengths[1]:
         values.look(name, cu_kv, values.check_ends, lengths[1])
-    rows, cols = _rows_and_cols(cu_q, cu_kv, lengths)
+    rows, cols = rows_and_cols(cu_q, cu_kv, lengths)
     if by_kernel(cu_q):
         from sartor.lengths import launches
 
@@ -85,7 +85,8 @@ def _packed_intervals(cu_q: Tensor, cu_kv: Tensor, lengths: Pair, sides: Pair, n
     return rows, cols
 
 
-def _rows_and_cols(cu_q: Tensor, cu_kv: Tensor, lengths: Pair, *_: object) -> tuple[Tensor, Tensor]:
+def rows_and_cols(cu_q: Tensor, cu_kv: Tensor, lengths: Pair, *_: object) -> tuple[Tensor, Tensor]:
+    """Room for the tables of `packed_intervals`."""
     m, n = lengths
     p, r = _room(m), _room(n)
     rows = torch.empty_strided((2, 1, 1, m, 1), (p, p, p, 1, 1), dtype=torch.int32, device=cu_q.device)
@@ -187,7 +188,7 @@ def _cached_table(like: Tensor, lengths: Tensor | None, uniform: int, sides: Pai
         values.check_filled(name, [uniform], capacity, added)
     else:
         values.look(name, lengths, values.check_filled, capacity, added)
-    table = _table(like, lengths, uniform, sides, cache)
+    table = table_of_cache(like, lengths, uniform, sides, cache)
     if by_kernel(like):
         from sartor.lengths import launches
 
@@ -204,7 +205,8 @@ def _cached_table(like: Tensor, lengths: Tensor | None, uniform: int, sides: Pai
     return table
 
 
-def _table(like: Tensor, lengths: Any, uniform: int, sides: Any, cache: Any, *_: object) -> Tensor:
+def table_of_cache(like: Tensor, lengths: Any, uniform: int, sides: Any, cache: Any, *_: object) -> Tensor:
+    """Room for the table of `cached_table`."""
     b = cache[0]
     p = _room(b)
     return torch.empty_strided((4, b, 1, 1, 1), (p, 1, 1, 1, 1), dtype=torch.int32, device=like.device)
@@ -218,14 +220,14 @@ for _name, _schema, _impl, _fake in (
         "packed_intervals",
         "(Tensor cu_q, Tensor cu_kv, SymInt[2] lengths, SymInt[2] sides, str name) -> (Tensor, Tensor)",
         _packed_intervals,
-        _rows_and_cols,
+        rows_and_cols,
     ),
     ("packed_places", "(Tensor cu_q, Tensor cu_kv, SymInt seqlen_q) -> Tensor", _packed_places, _number_and_place),
     (
         "cached_table",
         "(Tensor like, Tensor? lengths, SymInt uniform, SymInt[2] sides, SymInt[4] cache, str name) -> Tensor",
         _cached_table,
-        _table,
+        table_of_cache,
     ),
 ):
     _LIBRARY.define(_name + _schema)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from triton import knobs
 
-from sartor import direct
+from sartor import direct, driver
 from sartor.direct import version
 from sartor.lengths import kernels, values
 from sartor.lengths.intervals import Cache, Pair
@@ -23,22 +24,47 @@ NOTHING = None, None
 _COMPILED: dict[Any, tuple[Any, direct.Open | None]] = {}
 
 
-def launch(kernel: Any, grid: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *constants: Any) -> None:
+class Launch(NamedTuple):
+    """One, of as many programs as its grid says."""
+
+    kernel: Any
+    grid: int
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
+    constants: tuple[Any, ...] = ()
+
+    @property
+    def key(self) -> Any:
+        """What it is compiled for."""
+        return (self.kernel.__name__, self.tensors[0].device, *[t.dtype for t in self.tensors], *self.constants)
+
+    def step(self, given: tuple[int, ...]) -> driver.Step | None:
+        """The launch as one of a list, with these numbers; `given` are the places of its tensors' addresses among the
+        values of a call. None where it was not made yet, or Triton had better make it."""
+        opened = _COMPILED.get(self.key, NOTHING)[1]
+        if opened is None:
+            return None
+        (step,), count = opened.launches.steps, len(self.tensors)
+        fixed = {count + i: n for i, n in enumerate(self.numbers)} | dict(step.fixed)
+        return replace(step, fixed=fixed, given=given, grid=(self.grid, 1, 1))
+
+
+def launch(one: Launch) -> None:
     """Launch on the current stream of the device of the tensors.
 
     Triton compiles once for the tensors' dtypes. After that the driver starts the compiled kernel over addresses:
     Triton's own way to it looks at every argument and takes several times as long.
     """
+    kernel, grid, tensors, numbers, constants = one
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return launch(kernel, grid, tensors, numbers, *constants)
-    key = (kernel.__name__, device, *[t.dtype for t in tensors], *constants)
-    compiled, opened = _COMPILED.get(key, NOTHING)
+            return launch(one)
+    compiled, opened = _COMPILED.get(one.key, NOTHING)
     if compiled is None:
         compiled = kernel[(grid,)](*tensors, *numbers, *constants, BLOCK)
         if not knobs.runtime.interpret:
-            _COMPILED[key] = compiled, direct.Open.of(compiled, version())
+            _COMPILED[one.key] = compiled, direct.Open.of(compiled, version())
     elif opened is None or direct.hooked():
         compiled[(grid, 1, 1)](*[t.data_ptr() for t in tensors], *numbers, *constants, BLOCK)
     else:
@@ -52,12 +78,17 @@ def _blocks(n: int) -> int:
 
 def intervals(ends: Tensors, tables: Tensors, lengths: Pair, sides: Pair, name: str) -> None:
     """Fill the tables of `intervals.packed_intervals`. Raises ValueError for what an earlier launch found wrong."""
+    launch(of_intervals(ends, tables, lengths, sides, name))
+
+
+def of_intervals(ends: Tensors, tables: Tensors, lengths: Pair, sides: Pair, name: str) -> Launch:
+    """The launch of `intervals`."""
     (q, kv), (rows, cols), (m, n) = ends, tables, lengths
     numbers = (
         q.stride(0), kv.stride(0), q.shape[0] - 1, m, n, *sides, rows.stride(0), cols.stride(0), values.flag(q.device),
         values.WORDS["cu_seqlens_q"], values.WORDS[name],
     )  # fmt: skip
-    launch(kernels.intervals_kernel, _blocks(m) + _blocks(n) or 1, (q, kv, rows, cols), numbers)
+    return Launch(kernels.intervals_kernel, _blocks(m) + _blocks(n) or 1, (q, kv, rows, cols), numbers)
 
 
 def places(ends: Tensors, table: Tensor) -> None:
@@ -65,22 +96,34 @@ def places(ends: Tensors, table: Tensor) -> None:
     (q, kv), n = ends, table.shape[1]
     if n:
         numbers = q.stride(0), kv.stride(0), q.shape[0] - 1, n, table.stride(0)
-        launch(kernels.places_kernel, _blocks(n), (q, kv, table), numbers)
+        launch(Launch(kernels.places_kernel, _blocks(n), (q, kv, table), numbers))
 
 
 def cached(table: Tensor, lengths: Tensor | None, uniform: int, sides: Pair, cache: Cache) -> None:
     """Fill the table of `intervals.cached_table`. Raises ValueError for what an earlier launch found wrong."""
+    if cache.batch:
+        launch(of_cached(table, lengths, uniform, sides, cache))
+
+
+def of_cached(table: Tensor, lengths: Tensor | None, uniform: int, sides: Pair, cache: Cache) -> Launch:
+    """The launch of `cached`."""
     batch, seqlen_q, capacity, added, name = cache
-    if batch:
-        numbers = (
-            0 if lengths is None else lengths.stride(0), uniform, batch, added, capacity, seqlen_q, *sides,
-            table.stride(0), values.flag(table.device), values.WORDS[name] + (4 if added else 3),
-        )  # fmt: skip
-        launch(kernels.cached_kernel, _blocks(batch), (table if lengths is None else lengths, table), numbers)
+    numbers = (
+        0 if lengths is None else lengths.stride(0), uniform, batch, added, capacity, seqlen_q, *sides,
+        table.stride(0), values.flag(table.device), values.WORDS[name] + (4 if added else 3),
+    )  # fmt: skip
+    return Launch(kernels.cached_kernel, _blocks(batch), (table if lengths is None else lengths, table), numbers)
 
 
 def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None:
     """Write k and v (batch, added, heads, dim) into their caches from place lengths[b] on, as far as they fit there."""
+    one = of_append(k, v, k_cache, v_cache, lengths)
+    if one.grid:
+        launch(one)
+
+
+def of_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> Launch:
+    """The launch of `append`, of no program where nothing is added."""
     b, added, heads, dim = k.shape
     size = k.element_size()
     strides = [*k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride()]
@@ -92,6 +135,5 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tens
         strides = [1 if i % 4 == 3 else n * size // unit for i, n in enumerate(strides)]
     widths = dim * size // unit, v.shape[3] * size // unit
     grid = sum(_blocks(b * added * heads * width) for width in widths)
-    if grid:
-        numbers = lengths.stride(0), b, added, heads, *widths, k_cache.shape[1], *strides
-        launch(kernels.append_kernel, grid, (*tensors, lengths), numbers, UNITS[unit])
+    numbers = lengths.stride(0), b, added, heads, *widths, k_cache.shape[1], *strides
+    return Launch(kernels.append_kernel, grid, (*tensors, lengths), numbers, (UNITS[unit],))

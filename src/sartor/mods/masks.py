@@ -197,8 +197,12 @@ def packed_as(name: str, cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Pair,
             )
         if t.device != cu_q.device:
             raise ValueError(f"{own} must be on the device of cu_seqlens_q, {cu_q.device}, got {t.device}")
-    rows, cols = packed_intervals(cu_q, cu_kv, lengths, sides, name)
-    return _over(_INTERVALS, (*rows.unbind(), *cols.unbind()), (2, *lengths))
+    return packed_over(*packed_intervals(cu_q, cu_kv, lengths, sides, name))
+
+
+def packed_over(rows: torch.Tensor, cols: torch.Tensor) -> Mask:
+    """The mask over tables of `packed_intervals`."""
+    return _over(_INTERVALS, (*rows.unbind(), *cols.unbind()), (2, rows.shape[3], cols.shape[4]))
 
 
 def ends_of(causal: bool, window: tuple[int | None, int | None] | None) -> Pair:

@@ -28,12 +28,14 @@ class Row:
         made: by name, the values that are made of these.
         parts: the launches.
         more: launches of others' that follow, which take the same values by their places.
+        first: the same of launches that come before.
     """
 
     def __init__(
-        self, names: Sequence[str], made: Mapping[str, Made], parts: Sequence[Part], more: Sequence[driver.Step] = ()
-    ) -> None:
-        self.given, self.made, self.parts, self.more = len(names), made, list(parts), more
+        self, names: Sequence[str], made: Mapping[str, Made], parts: Sequence[Part], more: Sequence[driver.Step] = (),
+        first: Sequence[driver.Step] = (),
+    ) -> None:  # fmt: skip
+        self.given, self.made, self.parts, self.more, self.first = len(names), made, list(parts), more, first
         self.names = [*names, *made]
         for kernel, _, takes in parts:
             if takes.keys() != set(kernel.changing) or not set(takes.values()) <= set(self.names):
@@ -55,7 +57,7 @@ class Row:
     def _on(self, device: int) -> Replayed | Launched:
         at = {name: i for i, name in enumerate(self.names)}
         steps = [k.step(device, (n, 1, 1), tuple([at[takes[x]] for x in k.changing])) for k, n, takes in self.parts]
-        found = self._launchers[device] = launcher([*steps, *self.more], self.given, [*self.made.values()])
+        found = self._launchers[device] = launcher([*self.first, *steps, *self.more], self.given, [*self.made.values()])
         return found
 
     def named(self, addresses: Sequence[int]) -> list[tuple[Kernel, int, dict[str, Any]]]:

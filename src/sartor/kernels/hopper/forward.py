@@ -6,7 +6,7 @@ marked, and computed again with care at the end (`repair.cuh`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from struct import Struct
@@ -117,6 +117,13 @@ class HopperForward(KernelSpec):
         if ready is None or not ready.alone:
             return None
         return Again(ready.again, ready.row.launches(), shared=ready.workspace if ready.masked else None)
+
+    def behind(self, plan: Plan) -> Ready | None:
+        """See `KernelSpec`."""
+        ready, p = plan.cache.get("bshd"), plan.problem
+        if not isinstance(ready, Ready) or p.copies or ready.pads or p.sinks or p.dropout_p or _may_list(p):
+            return None
+        return ready
 
     def ready(self, plan: Plan, x: Operands) -> Ready:
         """The launches of a plan: over a list of key tiles, where there is to be one. While a graph is captured none is
@@ -519,6 +526,24 @@ class Ready:
     def workspace(self) -> torch.Tensor:
         """Of the current stream, where rows may need repair."""
         return host.workspace(self.lse.device, self.marks)
+
+    def behind(
+        self, first: Sequence[tuple[Callable[..., Any], Sequence[str]]], more: Sequence[str],
+        filled: Mapping[str, tuple[str, int]],
+    ) -> Row | None:  # fmt: skip
+        """The launches behind others, which fill tensors that these read. None where one of those cannot join.
+
+        Args:
+            first: of each its `driver.Step`, of the places of the addresses that it takes, and the names of these.
+            more: names of addresses that a call gives besides.
+            filled: by name, of which all of `tensors` are, the name of a given address, and how many bytes after it.
+        """
+        names = [*(n for n in self.row.names[: self.row.given] if n not in filled), *more]
+        made: dict[str, Made] = {name: At(names.index(source), n) for name, (source, n) in filled.items()}
+        made |= self.row.made  # of q, k, v, out and room, which come before what is filled
+        at = {name: i for i, name in enumerate([*names, *made])}
+        steps = [step(tuple([at[name] for name in takes])) for step, takes in first]
+        return None if None in steps else Row(names, made, self.row.parts, first=steps)
 
     @property
     def alone(self) -> bool:
