@@ -150,9 +150,8 @@ def test_biases_are_brought(dim):
         assert config.shared_bytes - Config.of(problem(dim, **lengths), tile).shared_bytes == (
             config.near_stages * stage if near else 0
         )
-        assert config.near_stages == 1 + (
-            near != () and config.shared_bytes + stage * (2 - config.near_stages) <= LARGEST
-        )
+        two = config.shared_bytes + stage * (2 - config.near_stages) <= LARGEST
+        assert config.near_stages == (1 + two if near else 0)
         assert ("BATCH_FIRST" in config.defines()) == bool(near)  # batch items share it
         if near:
             check(p, tile)

@@ -86,7 +86,7 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
         row = " + ".join([f"x.a{i}", *_steps(i, spec.pattern[:-1])])
         bring += [f"{tile}::bring(to + {' + '.join(sizes)}, {row}, first, n.seqlen_kv);"]
         of_row = f"[&](int r) {{ const int q = query(r), h = head(r); return {row}; }}"
-        load += [f"{tile}::load<RAGGED>(to + {' + '.join(sizes)}, NEAR_BYTES, {of_row}, first, n.seqlen_kv);"]
+        load += [f"{tile}::load<RAGGED, NEAR_BYTES>(to + {' + '.join(sizes)}, even, {of_row}, first, n.seqlen_kv);"]
         sizes += [f"{tile}::bytes"]
     tail = "int first, const Aux& x, const Shape& n"
     place = f"int b, int h, int q, {tail}"
@@ -96,7 +96,7 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
         f"enum : int {{ STRIP_BYTES = {' + '.join(strip_sizes)} }};",
         f"DEVICE void bring(u32 to, {place}) {{ {' '.join(bring)} }}",
         "template <class Head, class Query>",
-        f"DEVICE void load_near(u32 to, int b, Head head, Query query, {tail}) {{ {' '.join(load)} }}",
+        f"DEVICE void load_near(u32 to, bool even, int b, Head head, Query query, {tail}) {{ {' '.join(load)} }}",
         f"DEVICE void bring_strips(u32 to, {place}) {{ {' '.join(strips)} }}",
         f"DEVICE void look(Near (&y)[2], u32 tile, u32 strip, int row, int key) {{ {' '.join(look)} }}",
         *_seen(program, near),

@@ -273,7 +273,8 @@ DEVICE void bring_all(u32 base, int bringer, const Shape& n, const Aux& x) {
         auto of_head = [&](int r) { return head * n.group + imin(slices[i].head(r), n.group - 1); };
         auto of_query = [&](int r) { return slices[i].query(r); };
         const u32 to = base + AT_NEAR + 4 * (GROUPS * rings.near.stage() + g) * NEAR_BYTES;
-        load_near(to, batch, of_head, of_query, j * BLOCK_N, x, n);
+        const bool even = ROWS == 64 && slices[i].first_query + 64 <= n.seqlen_q;
+        load_near(to, even, batch, of_head, of_query, j * BLOCK_N, x, n);
         copies_arrive(rings.near.full() + skip);
       }
       rings.near.next();

@@ -18,16 +18,28 @@ template <class T, int KEYS> struct NearTile {
         copy_16_bytes(to + at, left > at ? from + at : reinterpret_cast<const u8*>(row), imin(imax(left - at, 0), 16));
   }
   // The same for 64 rows, of which 16 are every `apart` bytes, by a warp whose neighbouring lanes copy neighbouring pieces.
-  // ENDS: there may be keys from `count` on
-  template <bool ENDS, class Row> static DEVICE void load(u32 to, int apart, Row row, int first, int count) {
-    constexpr int pieces = row_bytes / 16;  // of a row
+  // ENDS: there may be keys from `count` on; `even`: rows are equally far from each other
+  template <bool ENDS, int apart, class Row> static DEVICE void load(u32 to, bool even, Row row, int first, int count) {
+    constexpr int pieces = row_bytes / 16, step = 32 / pieces;  // of a row; rows a copy of all lanes
     const int lane = threadIdx.x & 31, left = (count - first) * int(sizeof(T));
-#pragma unroll 4
-    for (int i = 0; i < 2 * pieces; i++) {
-      const int piece = 32 * i + lane, r = piece / pieces, at = piece % pieces * 16;
-      const u8* from = reinterpret_cast<const u8*>(row(r) + first);
+    auto copy = [&](u32 to, const u8* from, int at) {
       const int bytes = ENDS ? imin(imax(left - at, 0), 16) : 16;
-      copy_16_bytes(to + r / 16 * apart + r % 16 * pitch + at, ENDS && bytes == 0 ? from : from + at, bytes);
+      copy_16_bytes(to, ENDS && bytes == 0 ? from - at : from, bytes);
+    };
+    if (32 % pieces == 0 && step <= 16 && even) {
+      const int at = lane % pieces * 16;
+      const u8* from = reinterpret_cast<const u8*>(row(lane / pieces) + first) + at;
+      const i64 stride = step * (reinterpret_cast<const u8*>(row(1)) - reinterpret_cast<const u8*>(row(0)));
+      to += lane / pieces * pitch + at;
+#pragma unroll 1
+      for (int i = 0; i < 4; i++, to += apart)
+        UNROLL for (int r = 0; r < 16; r += imax(step, 1), from += stride) copy(to + r * pitch, from, at);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < 2 * pieces; i++) {
+        const int piece = 32 * i + lane, r = piece / pieces, at = piece % pieces * 16;
+        copy(to + r / 16 * apart + r % 16 * pitch + at, reinterpret_cast<const u8*>(row(r) + first) + at, at);
+      }
     }
   }
   // The elements of a row at `key`, which is even, and after it

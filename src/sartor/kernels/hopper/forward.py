@@ -388,8 +388,8 @@ class Config(Schedule):
 
     @property
     def near_stages(self) -> int:
-        """Tiles of those that there is room for."""
-        return 2 if self.brings and self.layout.regions == self._laid_out(self.q_buffers, 2).regions else 1
+        """Tiles of those that there is room for; 0 where each warp brings its own."""
+        return 0 if not self.brings else 1 + (self.layout.regions == self._laid_out(self.q_buffers, 2).regions)
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""

@@ -189,7 +189,7 @@ class Config(hopper_forward.Config):
         """Macros by name."""
         p = self.p
         return super().defines() | {
-            "DIM_EXACT": p.dim, "PING_PONG": 0, "NEAR_STAGES": 0,
+            "DIM_EXACT": p.dim, "PING_PONG": 0,
             "VECTOR": int(p.rows_on_16_bytes and p.dim % 4 == 0 and p.dim_v % 4 == 0),
             "HUGE_SCORE": f"{products.HUGE.value}f",
         }  # fmt: skip
