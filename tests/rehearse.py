@@ -188,7 +188,7 @@ class Plugin:
 
     def __init__(self):
         self.changed, self.told = ExitStack(), False
-        for owner, name, value in [*patches(), (values, "flag", self.flag)]:
+        for owner, name, value in [*patches(), (values, "flag", self.flag), (values, "address", self.flag)]:
             self.changed.enter_context(patch.object(owner, name, value, create=True))
         self.changed.enter_context(rehearsal.rehearsed(ARCHITECTURES[90]))
         self.changed.enter_context(patch.object(nvrtc.Kernel, "launch", _launched))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-from sartor import direct, ops, pending
+from sartor import direct, ops
 from sartor.kernels.cuda.host import capturing
 from sartor.kernels.native import hooked
 from sartor.kernels.once import once
@@ -29,7 +29,7 @@ ALIKE = 8  # backwards kept of one plan, which differ in what arrives, or in gua
 class Work:
     """What the operator's kernels do with a call's tensors, in its layout."""
 
-    __slots__ = ("again", "calls", "forwards", "gradients", "layouts", "mends", "prepared", "turned", "turns")
+    __slots__ = ("again", "calls", "gradients", "layouts", "mends", "prepared", "turned", "turns")
 
     def __init__(self, prepared: ops.Prepared, layout: str) -> None:
         self.prepared, self.turned = prepared, layout != "bshd"
@@ -37,8 +37,7 @@ class Work:
         self.layouts: tuple[Any, ...] = ()  # of what the node saves: for all calls of the plan
         self.again: Again | None = None  # of the forward
         self.gradients: tuple[Any, ...] = ()  # of backwards: guards, whether results repeat, `Again.run`
-        self.calls = Calls() if any(library.in_c for library in _SERVED) else None  # backwards that C makes
-        self.forwards = self.calls is not None and not pending.refused("forwards")  # in C too
+        self.calls = Calls() if any(library.in_c for library in _SERVED) else None  # that C makes
         self.mends = False  # whether Triton's kernels are among what C launches
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[Tensor, Any]:
@@ -63,7 +62,7 @@ class Work:
         if not self.layouts:
             self.layouts = tuple(map(ops._layout, (q, k, v, out, lse)))
         again = self.again
-        if self.forwards and again is not None and self.calls is not None and isinstance(again.launches, Replayed):
+        if again is not None and self.calls is not None and isinstance(again.launches, Replayed):
             if again.shared is None:
                 self.calls.add(FORWARD, (q, k, v), (out, lse), again.launches)
             elif not capturing(q.device):  # whose workspace is the graph's

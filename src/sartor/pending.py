@@ -10,7 +10,6 @@ import os
 
 PARTS: dict[str, str] = {  # by name, in words
     "one sweep": "one sweep of hopper_backward at other head dims than 64 and 128",
-    "forwards": "forwards that C makes without Python",
 }
 
 

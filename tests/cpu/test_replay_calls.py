@@ -41,7 +41,6 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch):
-    monkeypatch.setenv("SARTOR_PENDING", "1")  # forwards too
     found, functions = Seen(None), calls._functions()
     kinds = ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int32] * 3, ctypes.POINTER(ctypes.c_void_p)
 
@@ -256,10 +255,8 @@ def test_explain_says_what_launches(monkeypatch):
 
     monkeypatch.setattr(nvrtc, "missing", lambda: "")
     with stubbed.stubbed():
-        for asked, later in (("0", "backwards"), ("1", "calls")):
-            monkeypatch.setenv("SARTOR_PENDING", asked)
-            where = f"where autograd follows q, k and v alone, later {later} run without Python"
-            assert notes() == [f"C makes the launches of a call; {where}"]
+        where = "where autograd follows q, k and v alone, later calls run without Python"
+        assert notes() == [f"C makes the launches of a call; {where}"]
         assert notes(kernel="triton") == []
         monkeypatch.setattr(calls._functions(), "cuda", None)
         assert notes()[0].startswith("C makes the launches of a call, which Python prepares: needs what")

@@ -78,6 +78,7 @@ def _blocks(n: int) -> int:
 
 def intervals(ends: Tensors, tables: Tensors, lengths: Pair, sides: Pair, name: str) -> None:
     """Fill the tables of `intervals.packed_intervals`. Raises ValueError for what an earlier launch found wrong."""
+    values.flag(ends[0].device)
     launch(of_intervals(ends, tables, lengths, sides, name))
 
 
@@ -85,8 +86,8 @@ def of_intervals(ends: Tensors, tables: Tensors, lengths: Pair, sides: Pair, nam
     """The launch of `intervals`."""
     (q, kv), (rows, cols), (m, n) = ends, tables, lengths
     numbers = (
-        q.stride(0), kv.stride(0), q.shape[0] - 1, m, n, *sides, rows.stride(0), cols.stride(0), values.flag(q.device),
-        values.WORDS["cu_seqlens_q"], values.WORDS[name],
+        q.stride(0), kv.stride(0), q.shape[0] - 1, m, n, *sides, rows.stride(0), cols.stride(0),
+        values.address(q.device), values.WORDS["cu_seqlens_q"], values.WORDS[name],
     )  # fmt: skip
     return Launch(kernels.intervals_kernel, _blocks(m) + _blocks(n) or 1, (q, kv, rows, cols), numbers)
 
@@ -102,6 +103,7 @@ def places(ends: Tensors, table: Tensor) -> None:
 def cached(table: Tensor, lengths: Tensor | None, uniform: int, sides: Pair, cache: Cache) -> None:
     """Fill the table of `intervals.cached_table`. Raises ValueError for what an earlier launch found wrong."""
     if cache.batch:
+        values.flag(table.device)
         launch(of_cached(table, lengths, uniform, sides, cache))
 
 
@@ -110,7 +112,7 @@ def of_cached(table: Tensor, lengths: Tensor | None, uniform: int, sides: Pair, 
     batch, seqlen_q, capacity, added, name = cache
     numbers = (
         0 if lengths is None else lengths.stride(0), uniform, batch, added, capacity, seqlen_q, *sides,
-        table.stride(0), values.flag(table.device), values.WORDS[name] + (4 if added else 3),
+        table.stride(0), values.address(table.device), values.WORDS[name] + (4 if added else 3),
     )  # fmt: skip
     return Launch(kernels.cached_kernel, _blocks(batch), (table if lengths is None else lengths, table), numbers)
 

@@ -117,7 +117,15 @@ _FLAGS: dict[int, Flag] = {}  # by the number of the device
 
 
 def flag(device: torch.device) -> int:
-    """The address of the device's flag, for its kernels. Raises ValueError where it is set.
+    """The address of the device's flag, for its kernels. Raises ValueError where it is set."""
+    found = address(device)
+    if found and CHECKS and _FLAGS[device.index].first.value and not capturing(device):
+        _raise(_FLAGS[device.index])
+    return found
+
+
+def address(device: torch.device) -> int:
+    """The address of the device's flag, whether it is set or not.
 
     0, for none, where a graph is captured before any call outside of one: its memory cannot be allocated then.
     """
@@ -127,8 +135,6 @@ def flag(device: torch.device) -> int:
         if capturing(device):
             return 0
         found = _FLAGS[index] = Flag(device)
-    if CHECKS and found.first.value and not capturing(device):
-        _raise(found)
     return found.address
 
 

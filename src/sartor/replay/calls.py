@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sartor import driver, pending
+from sartor import driver
 from sartor.replay import library
 from sartor.replay.lists import Replayed
 
@@ -187,8 +187,7 @@ def told() -> str:
         return f"Python makes the launches one by one: {library.why_not()}"
     if why_not():
         return f"C makes the launches of a call, which Python prepares: {why_not()}"
-    made = "backwards" if pending.refused("forwards") else "calls"
-    return f"C makes the launches of a call; where autograd follows q, k and v alone, later {made} run without Python"
+    return "C makes the launches of a call; where autograd follows q, k and v alone, later calls run without Python"
 
 
 def _layout(t: torch.Tensor) -> _Layout:
