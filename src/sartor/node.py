@@ -15,7 +15,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from sartor import direct, ops
-from sartor.kernels.cuda.host import capturing
+from sartor.kernels.cuda.host import capturing, current
 from sartor.kernels.native import hooked
 from sartor.kernels.once import once
 from sartor.kernels.spec import Again, Operands, Saved
@@ -52,7 +52,7 @@ class Work:
         layout = "bhsd" if self.turned and not self.turns else "bshd"
         x = Operands(q, k, v, None, prepared.template, layout, lse)
         out, found = ops._forward(prepared, x)
-        if not self.turns:
+        if not self.turns and current(q.device):  # launches are those of one device
             self.again = prepared.forward.kernel.again(prepared.forward, x)
         return (out.transpose(1, 2) if self.turns else out), found
 
@@ -62,7 +62,9 @@ class Work:
         if not self.layouts:
             self.layouts = tuple(map(ops._layout, (q, k, v, out, lse)))
         again = self.again
-        if again is not None and self.calls is not None and isinstance(again.launches, Replayed):
+        if again is None or not current(q.device):
+            return out, lse
+        if self.calls is not None and isinstance(again.launches, Replayed):
             if again.shared is None:
                 self.calls.add(FORWARD, (q, k, v), (out, lse), again.launches)
             elif not capturing(q.device):  # whose workspace is the graph's
@@ -88,7 +90,7 @@ class Work:
             q, k, v, out, dout = (t.transpose(1, 2) for t in (q, k, v, out, dout))
         data = Operands(q, k, v, None, prepared.template), Saved(out, lse, dout, None)
         found = [t.transpose(1, 2) if self.turned else t for t in ops._backward(prepared, *data)[:3]]
-        if all(map(is_, kept, saved)) and all(map(_made_like, found, saved)):
+        if current(dout.device) and all(map(is_, kept, saved)) and all(map(_made_like, found, saved)):
             plan = prepared.backward_plan()
             again = plan.kernel.again(plan, *data)
             if again is not None:

@@ -149,6 +149,18 @@ def test_what_c_leaves_to_python(seen, monkeypatch):
     assert by_python(dout) == 0
 
 
+def test_calls_on_another_device_are_not_kept(seen, monkeypatch):
+    """Launches are those of the device that is current; another one's go the way of all calls."""
+    q, k, v = leaves()
+    monkeypatch.setattr(node, "current", lambda device: False)
+    monkeypatch.setattr(host, "current", lambda device: False)
+    for i in range(3):
+        out = sartor.attention(q, k, v)
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+        assert len(seen.forwards) == len(seen.python) == i + 1
+    monkeypatch.undo()
+
+
 def test_workspaces_are_those_of_streams(seen, monkeypatch):
     """A forward that may repair rows marks them in memory of its stream, and in a graph's own while one is captured."""
     q, k, v = leaves()

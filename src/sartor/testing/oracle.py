@@ -33,6 +33,10 @@ class Piece(NamedTuple):
 
 def _pieces(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Iterator[Piece]:
     """Those of a call in layout bshd, with their parts of the options."""
+    seed = options.get("dropout_seed")
+    if isinstance(seed, int):  # that of a piece is several numbers
+        number = torch.full((1,), seed - 2**64 * (seed >= 2**63), dtype=torch.int64, device=q.device)
+        options = options | {"dropout_seed": number}
     b, sq, hq, _ = q.shape
     skv, hkv = k.shape[1], k.shape[2]
     whole = b * hq * sq * skv <= SCORES_AT_ONCE

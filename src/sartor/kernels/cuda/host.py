@@ -104,7 +104,7 @@ def capturing(device: torch.device) -> bool:
 
 def current(device: torch.device) -> bool:
     """Whether launches would be on this device: torch's current one. Tests have none."""
-    return device.index == torch._C._cuda_getDevice() or device.type != "cuda"
+    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
 
 
 def like(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
