@@ -163,8 +163,8 @@ def flash_attn_varlen_func(
 
     Returns:
         out (total_q, heads_q, dim); with return_attn_probs (out, lse, None), lse (heads_q, total_q).
-        The mask is made anew by each call, on a GPU by one small kernel: layers that share lengths spare that with
-        `sartor.mods.packed`.
+        The mask is made anew by each call, on a GPU by one small kernel in front of the attention: layers that share
+        lengths spare that kernel with `sartor.mods.packed`.
 
     Raises:
         ValueError: also for values of cu_seqlens that are wrong; `sartor.check` says when they are looked at.
