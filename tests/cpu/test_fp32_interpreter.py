@@ -39,14 +39,14 @@ INTERPRETED = pytest.mark.skipif(
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(5, 4))
+@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(3, 2))
 def test_features(part, parts, marks):
     names = [f"{shared.__file__}::{name}" for name in FEATURES]
     shared.run_cases(names[part::parts], marks, SARTOR_TEST_KERNEL="fp32")
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(2, 1))
+@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(1, 1))
 def test_pairs(part, parts, marks):
     shared.run_cases([f"{__file__}::{name}" for name in globals() if name.startswith("case_")][part::parts], marks)
 
@@ -160,6 +160,7 @@ def case_keys_of_little_weight(monkeypatch):
     assert not any(count for _, count in found)
 
 
+@shared.fine_tiles
 def case_wide_heads_alone_are_computed_again(monkeypatch):
     found = marks(monkeypatch)
     q, k, v = inputs(hq=3, hkv=3, sq=64, skv=64)
@@ -168,6 +169,7 @@ def case_wide_heads_alone_are_computed_again(monkeypatch):
     assert found == [("forward", 2), ("dq", 2), ("dkdv", 2)]
 
 
+@shared.fine_tiles
 def case_scores_that_pairs_do_not_resolve(monkeypatch):
     """Large numbers in q meet small ones in k: the error of a score would show in its exponential."""
     found = marks(monkeypatch)

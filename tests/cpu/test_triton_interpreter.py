@@ -7,8 +7,9 @@ in processes of their own. To run one of them:
 
 `-m ""` takes those of `make test-all` too.
 
-Most cases run on tiles of 32 by 16, so that a short sequence has empty, partial and full ones. bfloat16 is left to the
-GPU: the interpreter has none.
+Most cases run on tiles of 64 by 32, those about edges of tiles on 32 by 16, so that a short sequence has empty, partial
+and full ones: the interpreter takes as long for a small tile as for a large one. bfloat16 is left to the GPU: the
+interpreter has none.
 """
 
 from __future__ import annotations
@@ -35,8 +36,16 @@ INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 NAN, INF = math.nan, math.inf
 FP16, FP32 = torch.float16, torch.float32
 KERNEL = os.environ.get("SARTOR_TEST_KERNEL", "triton")  # test_fp32_interpreter.py runs some of the cases as "fp32"
-SMALL = {f"{family}_forward": Tile(32, 16) for family in ("triton", "fp32")}
-SMALL |= {f"{family}_backward": Tile(16, 32, then=Tile(32, 16)) for family in ("triton", "fp32")}
+
+
+def tiles(large, small):
+    """Of queries and keys where queries stay, and the other way round where keys do; by kernel."""
+    forward, backward = Tile(large, small), Tile(small, large, then=Tile(large, small))
+    both = {"forward": forward, "backward": backward}.items()
+    return {f"{family}_{name}": tile for family in ("triton", "fp32") for name, tile in both}
+
+
+SMALL, FINE = tiles(64, 32), tiles(32, 16)
 
 
 def shares(some, others):
@@ -47,7 +56,7 @@ def shares(some, others):
 
 @pytest.mark.skipif(INSIDE, reason="runs the cases in other processes")
 @pytest.mark.skipif(not launch.available(), reason="needs Triton")
-@pytest.mark.parametrize(("part", "parts", "marks"), shares(5, 5))
+@pytest.mark.parametrize(("part", "parts", "marks"), shares(3, 3))
 def test_interpreter(part, parts, marks):
     run_cases([f"{__file__}::{n}" for n in globals() if n.startswith("case_")][part::parts], marks)
 
@@ -75,9 +84,10 @@ def run_cases(names, marks="not thorough", **environment):
 
 @pytest.fixture(autouse=True)
 def small_tiles(request, monkeypatch):
-    """Tiles of SMALL, unless a case is marked with `first_tile`: the first legal ones."""
-    if INSIDE and not getattr(request.function, "first_tile", False):
-        monkeypatch.setattr(table, "lookup", lambda spec, p, dev: (SMALL.get(spec.name), "small"))
+    """Tiles of SMALL, or those that a case is marked with: FINE, or the first legal ones."""
+    found = getattr(request.function, "tiles", SMALL)
+    if INSIDE and found:
+        monkeypatch.setattr(table, "lookup", lambda spec, p, dev: (found.get(spec.name), "small"))
         torch.set_num_threads(1)  # the interpreter's tensors are small
     sartor.plan.choose.cache_clear()
     sartor.plan.choose_backward.cache_clear()
@@ -85,7 +95,12 @@ def small_tiles(request, monkeypatch):
 
 
 def first_tile(case):
-    case.first_tile = True
+    case.tiles = None
+    return case
+
+
+def fine_tiles(case):
+    case.tiles = FINE
     return case
 
 
@@ -129,6 +144,7 @@ def case_dim_v(dim, dim_v):
     verify(*inputs(sq=33, skv=49, d=dim, dv=dim_v))
 
 
+@fine_tiles
 @pytest.mark.parametrize("n", [1, 63, 65])
 @pytest.mark.parametrize("causal", [False, True])
 def case_lengths(n, causal):
@@ -136,6 +152,7 @@ def case_lengths(n, causal):
         verify(*inputs(hq=1, sq=sq, skv=skv), causal=causal)
 
 
+@fine_tiles
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
 @pytest.mark.parametrize(("sq", "skv"), [(32, 32), (64, 64), (96, 32), (32, 96), (64, 16), (80, 64)])
 def case_whole_tiles(sq, skv, causal):
@@ -281,6 +298,7 @@ def case_a_mask_means_what_it_says_in_python(name):
     assert all(torch.allclose(found[n], same[n], rtol=1e-4, atol=1e-5) for n in found)
 
 
+@fine_tiles
 @pytest.mark.parametrize("causal", [True, "top_left"])
 @pytest.mark.parametrize(("sq", "skv"), [(90, 40), (40, 90)])
 def case_causal_of_other_lengths(sq, skv, causal):
@@ -434,6 +452,7 @@ def case_spoilt(which, value, case):
         testing.check(t.where(finite, 0), e.float(), e, magnitude=terms, s_max=s_max, name=n)
 
 
+@fine_tiles
 def case_dead_keys_of_any_value():
     q, k, v = inputs(sq=40, skv=60)
     options = {"mask": mods.prefix(33)}
@@ -448,6 +467,7 @@ def case_dead_keys_of_any_value():
 # ---- one call after another
 
 
+@fine_tiles
 def case_window_after_window():
     """A plan once kept the first window's numbers."""
     q, k, v = inputs(sq=60, skv=60)
