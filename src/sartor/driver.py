@@ -163,6 +163,12 @@ def _packed(letters: Sequence[str]) -> struct.Struct:
     return struct.Struct("=" + "".join(letters).replace("P", "Q"))
 
 
+def frame_bytes(steps: Sequence[Step], count: int = 0) -> int:
+    """Of the values in a frame of these launches."""
+    layout = _Layout.of(tuple([step.form for step in steps]), count)
+    return layout.changing.size + layout.fixed.size
+
+
 class Frame:
     """What cuLaunchKernelEx reads of one or more launches: values, pointers to them, grids and streams.
 

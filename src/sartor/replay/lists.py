@@ -138,12 +138,9 @@ class Replayed:
         """Why Python makes these launches one by one, in a sentence, or an empty string."""
         if library.why_not():
             return library.why_not()
-        frame = driver.Frame(steps, given + len(made))
-        most = max(len(step.letters) for step in steps)
-        if len(frame.values) > FRAME or most > PARAMETERS:
-            return (
-                f"needs {FRAME} bytes and {PARAMETERS} parameters a launch at most, got {len(frame.values)} and {most}"
-            )
+        size, most = driver.frame_bytes(steps, given + len(made)), max(len(step.letters) for step in steps)
+        if size > FRAME or most > PARAMETERS:
+            return f"needs {FRAME} bytes and {PARAMETERS} parameters a launch at most, got {size} and {most}"
         letters = {
             step.letters[i] for step in steps for i, value in step.taken.items()
             if value < given or isinstance(made[value - given], At)
