@@ -18,7 +18,7 @@ from sartor import direct, ops
 from sartor.kernels.cuda.host import capturing, current
 from sartor.kernels.native import hooked
 from sartor.kernels.once import once
-from sartor.kernels.spec import Again, Operands, Saved
+from sartor.kernels.spec import Again, Operands, Saved, lies_as_new
 from sartor.replay.calls import BACKWARD, FORWARD, OPERATOR, PYTHONS_FORWARD, Calls, Kernels, why_not
 from sartor.replay.lists import Replayed
 
@@ -104,7 +104,8 @@ class Work:
 
 def _made_like(gradient: Tensor, t: Tensor) -> bool:
     """Whether `empty_like` makes a gradient that lies as this one does."""
-    return torch.empty_like(t, device="meta").stride() == gradient.stride()
+    made = t if lies_as_new(t) else torch.empty_like(t, device="meta")
+    return made.stride() == gradient.stride()
 
 
 def alone(prepared: ops.Prepared) -> bool:

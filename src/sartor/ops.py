@@ -88,7 +88,9 @@ class Prepared:
         asked = repeat, shared_lse
         found = self.backwards.get(asked)
         if found is None:
-            problem = replace(self.problem, deterministic=repeat, shared_lse=shared_lse)
+            problem = self.problem
+            if asked != (problem.deterministic, problem.shared_lse):
+                problem = replace(problem, deterministic=repeat, shared_lse=shared_lse)
             found = self.backwards[asked] = own(choose_backward(problem, self.device))
         return found
 

@@ -39,7 +39,7 @@ def choose(p: Problem, dev: Device) -> Plan:
 @lru_cache(maxsize=4096)
 def choose_backward(p: Problem, dev: Device) -> Plan:
     """The backward kernel that goes with the forward chosen for `p`."""
-    return _first(choose(replace(p, shared_lse=False), dev).kernel.backwards, p, dev)
+    return _first(choose(replace(p, shared_lse=False) if p.shared_lse else p, dev).kernel.backwards, p, dev)
 
 
 def _first(names: tuple[str, ...], p: Problem, dev: Device) -> Plan:

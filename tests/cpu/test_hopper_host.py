@@ -313,10 +313,11 @@ def test_streams_do_not_share_counters(monkeypatch):
     assert host.workspace(cpu, 8).data_ptr() != first.data_ptr()
     assert len(kept) == 2
     now.capturing = False
-    larger = host.workspace(cpu, 9)
-    assert larger.numel() > first.numel()
+    larger = host.workspace(cpu, 60)
+    assert larger.numel() == host.COUNTERS + 60
     assert not larger.any()
-    assert host.workspace(cpu, 8) is larger
+    assert host.workspace(cpu, 8) is host.workspace(cpu, 40) is larger
+    assert host.workspace(cpu, 61).numel() == 2 * larger.numel()
 
 
 def test_macros_follow_the_problem():

@@ -119,15 +119,15 @@ def _one(device: torch.device) -> torch.Tensor:
 
 def workspace(device: torch.device, marks: int = 0) -> torch.Tensor:
     """int32: COUNTERS, which every launch leaves as zeros, and room for marks, of which a launch reads only what it
-    wrote. One a stream, since launches on different streams may overlap, as large as any wanted; a captured graph has
-    its own, which the graph clears."""
+    wrote. One a stream, since launches on different streams may overlap, as large as any wanted and up to twice that:
+    lengths that grow make few, each of which waits for the device; a captured graph has its own, which it clears."""
     size, stream = COUNTERS + marks, torch._C._cuda_getCurrentRawStream(device.index)
     if stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, cannot be captured
         return torch.zeros(size, dtype=torch.int32, device=device)
     key = device.index, stream
     found = _WORKSPACES.get(key)
     if found is None or found.numel() < size:
-        found = _WORKSPACES[key] = kept(lambda: _zeros(size, device))
+        found = _WORKSPACES[key] = kept(lambda: _zeros(1 << (size - 1).bit_length(), device))
     return found
 
 

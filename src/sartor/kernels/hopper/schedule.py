@@ -123,7 +123,8 @@ class Schedule:
         sms = dev.sm_count
         if not sms:
             return self.tile
-        groups = min(range(1, self.groups + 1), key=lambda g: replace(self, groups=g).assign(sms).time)
+        some = [*(replace(self, groups=g) for g in range(1, self.groups)), self]
+        groups = min(some, key=lambda m: m.assign(sms).time).groups
         splits = self.num_splits(sms) if groups == 1 else 1
         return replace(self.tile, block_m=64 * groups, warps=4 * (groups + 1), num_splits=splits)
 
