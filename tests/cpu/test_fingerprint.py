@@ -14,6 +14,7 @@ import torch
 import sartor
 from sartor import nvrtc
 from sartor.device import ARCHITECTURES
+from sartor.kernels import blocks
 from sartor.kernels.spec import Tile
 from sartor.kernels.triton import launch
 from sartor.lab.measure import fingerprint, machine_code, rehearsal
@@ -189,6 +190,20 @@ def test_hopper_kernels_are_rehearsed_without_a_gpu(mode: str) -> None:
     assert again == found
     fewer = fingerprint.fingerprint("sartor:hopper", w, replace(H200, sm_count=1))
     assert mode == "bwd" or (fewer is not None and fewer.fingerprint != found.fingerprint)  # blocks are as many as SMs
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_a_list_counts_by_what_it_says_and_not_by_its_address(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tables have data where nothing else has: what is launched once depended on where they lay."""
+    w, kept = Workload(1, 2, 2, 256, 256, 128, 128, "bfloat16", "dilated4", mode), []
+    for _ in range(2):
+        monkeypatch.setattr(blocks, "_KEPT", {})
+        kept.append((fingerprint.fingerprint("sartor", w, H200), blocks._KEPT))  # and so its tables
+    assert all(lists for _, lists in kept)
+    assert kept[0][0] == kept[1][0]
+    monkeypatch.setattr(rehearsal, "_content", lambda table: table.numel())
+    assert fingerprint.fingerprint("sartor", w, H200) != kept[0][0]
 
 
 def test_what_launches_nothing_of_its_own_has_none() -> None:

@@ -9,6 +9,7 @@ same. It is made on the device by the first call, which waits for it, and kept f
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,7 +60,11 @@ class Blocks:
     @property
     def arguments(self) -> dict[str, int]:
         """By the names of PARAMETERS."""
-        tables = {name: getattr(self, name).data_ptr() for name in ("starts", "entries", "bits")}
+        return self.named(Tensor.data_ptr)
+
+    def named(self, of_table: Callable[[Tensor], int]) -> dict[str, int]:
+        """`arguments`, with what stands for a table in its place."""
+        tables = {name: of_table(getattr(self, name)) for name in ("starts", "entries", "bits")}
         return tables | dict(zip(("plane_batch", "plane_head"), self.planes, strict=True))
 
     @property

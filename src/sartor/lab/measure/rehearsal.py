@@ -18,6 +18,7 @@ import torch
 
 from sartor import nvrtc
 from sartor.device import Device
+from sartor.kernels.blocks import Blocks
 from sartor.kernels.cuda import host
 from sartor.kernels.cuda.row import Row
 from sartor.kernels.spec import Plan, Saved
@@ -88,11 +89,17 @@ def rehearsed(device: Device) -> Iterator[list[Launched]]:
         seams.enter_context(patch.object(Row, "start", row))
         seams.enter_context(patch.object(nvrtc, "tensor_map", tensor_map))
         seams.enter_context(patch.object(host, "workspace", workspace))
+        seams.enter_context(patch.object(Blocks, "arguments", property(lambda found: found.named(_content))))
         seams.enter_context(patch.object(launch, "run", triton))
         seams.enter_context(patch.object(launch, "interpreted", lambda: False))
         seams.enter_context(patch.object(torch.cuda, "device", lambda device: nullcontext()))
         seams.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
         yield found
+
+
+def _content(table: torch.Tensor) -> int:
+    """What stands for a table that has data even here, whose address is another in every process."""
+    return int.from_bytes(hashlib.sha256(table.numpy().tobytes()).digest()[:7], "big")
 
 
 def _passed(kernel: Any, values: Any) -> Iterable[Any]:
