@@ -18,7 +18,7 @@ from sartor import direct, ops
 from sartor.kernels.cuda.host import capturing, current
 from sartor.kernels.native import hooked
 from sartor.kernels.once import once
-from sartor.kernels.spec import Again, Operands, Saved, lies_as_new
+from sartor.kernels.spec import Again, Operands, Saved, made_like
 from sartor.replay.calls import BACKWARD, FORWARD, OPERATOR, PYTHONS_FORWARD, Calls, Kernels, why_not
 from sartor.replay.lists import Replayed
 
@@ -90,7 +90,7 @@ class Work:
             q, k, v, out, dout = (t.transpose(1, 2) for t in (q, k, v, out, dout))
         data = Operands(q, k, v, None, prepared.template), Saved(out, lse, dout, None)
         found = [t.transpose(1, 2) if self.turned else t for t in ops._backward(prepared, *data)[:3]]
-        if current(dout.device) and all(map(is_, kept, saved)) and all(map(_made_like, found, saved)):
+        if current(dout.device) and all(map(is_, kept, saved)) and all(map(made_like, found, saved)):
             plan = prepared.backward_plan()
             again = plan.kernel.again(plan, *data)
             if again is not None:
@@ -100,12 +100,6 @@ class Work:
                     self.calls.add(BACKWARD, given, [*found, again.space], again.launches)
                     self.mends = self.mends or again.mends
         return tuple(found)
-
-
-def _made_like(gradient: Tensor, t: Tensor) -> bool:
-    """Whether `empty_like` makes a gradient that lies as this one does."""
-    made = t if lies_as_new(t) else torch.empty_like(t, device="meta")
-    return made.stride() == gradient.stride()
 
 
 def alone(prepared: ops.Prepared) -> bool:

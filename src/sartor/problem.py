@@ -202,8 +202,7 @@ class Problem:
             tuple((of_score[i][0], tuple(_read(*of_score[i], program).shape)) for i in call.table_gradients or ()),
             call.bits_repeat, call.precision, call.kernel,
             tuple(name for name, t in dense.items() if is_copied(t)),
-            call.out_dtype in (None, call.q.dtype) and d == dv
-            and (call.q.is_contiguous() or call.q.transpose(1, 2).is_contiguous()),
+            call.out_dtype in (None, call.q.dtype) and d == dv and without_gaps(call.q),
             all(rows_on_16_bytes(t) for t in dense.values()),
             all(rows_on_16_bytes(t) for t in placed if t.shape[3] == skv > 1),
             dropout_p=call.dropout_p,
@@ -250,6 +249,11 @@ def mask_class(p: Problem) -> str:
     if not p.program.is_interval:
         return "mods"
     return "window" if p.program.has_lower_end else "band"
+
+
+def without_gaps(t: torch.Tensor) -> bool:
+    """Whether t is contiguous as (b, s, h, d) or as (b, h, s, d): `empty_like` then makes a tensor with its strides."""
+    return t.is_contiguous() or t.transpose(1, 2).is_contiguous()
 
 
 def is_copied(t: torch.Tensor) -> bool:

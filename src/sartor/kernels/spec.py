@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sartor.device import Device
-from sartor.problem import Problem
+from sartor.problem import Problem, without_gaps
 
 
 @dataclass(slots=True)
@@ -220,10 +220,10 @@ def heads_outermost(q: torch.Tensor) -> bool:
     return q.shape[1] > 1 and q.shape[2] > 1 and q.stride(2) > q.stride(1)
 
 
-def lies_as_new(t: torch.Tensor) -> bool:
-    """Whether `empty_like` makes a tensor with the strides of t (b, s, h, d), or (b, h, s, d), and they are dense in
-    the last dim: said of one without gaps, and more quickly than by making it."""
-    return t.stride(3) == 1 and (t.is_contiguous() or t.transpose(1, 2).is_contiguous())
+def made_like(gradient: torch.Tensor, t: torch.Tensor) -> bool:
+    """Whether `empty_like` makes of t a gradient that lies as this one does."""
+    made = t if without_gaps(t) else torch.empty_like(t, device="meta")
+    return made.stride() == gradient.stride()
 
 
 def allocate_out(p: Problem, q: torch.Tensor, layout: str = "bshd") -> torch.Tensor:

@@ -18,10 +18,10 @@ from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper.backward_config import HIGHEST, ORDER, PREPROCESS, ROUND, ROUND_PARTS, Config, room
 from sartor.kernels.hopper.backward_problem import change, dadded, listed, near, parts, reads_sinks
 from sartor.kernels.room import Room
-from sartor.kernels.spec import Gradients, Operands, Plan, Saved, lies_as_new
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import dense_like, heads, padded_rows, rows
-from sartor.problem import Problem, is_copied, rows_on_16_bytes
+from sartor.problem import Problem, is_copied, rows_on_16_bytes, without_gaps
 from sartor.replay.lists import At, Made, Mapped
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class Ready:
         return cls(
             p, key, space, host.like((space.length,), x.q.device),
             Row(names, made, [s.part(i) for i, s in enumerate(steps)]), bool(expressions.of_tensors(x.aux)), near(p),
-            untidy, all(lies_as_new(t) or torch.empty_like(t).stride(3) == 1 for t in (x.q, x.k, x.v)),
+            untidy, all((t if without_gaps(t) else torch.empty_like(t)).stride(3) == 1 for t in (x.q, x.k, x.v)),
         )  # fmt: skip
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
