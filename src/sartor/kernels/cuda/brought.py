@@ -26,6 +26,12 @@ def size(spec: Aux) -> int:
     return dtype.itemsize
 
 
+def tile_bytes(spec: Aux, keys: int) -> int:
+    """Bytes of 16 rows of a tile of so many keys, as `NearTile` in near.cuh has it."""
+    row, swizzled = keys * size(spec), size(spec) == 2 and keys % 64 == 0
+    return 16 * (row if swizzled else row + 16)
+
+
 def tiles(program: Program) -> tuple[int, ...]:
     """The aux values that are tensors read for every pair of query and key, a row's keys side by side."""
     found = enumerate(program.aux)

@@ -65,9 +65,10 @@ def source(program: Program, near: tuple[int, ...] = (), half: bool = False, til
 
 def _near(program: Program, near: tuple[int, ...]) -> list[str]:
     """`Near`; bytes of the tiles and strips of a warp's 16 rows; `bring` for a row of its tiles, or `load_near` for
-    a warpgroup's rows where the producer brings them; `bring_strips`; `look` for two neighbours in them; and
-    for a mask that is a bool tensor within limits, where that is and the limits."""
-    fields, bring, load, strips, look = [], [], [], [], []
+    a warpgroup's rows where the producer brings them; `bring_strips`; `look` for two neighbours in them, or for what a
+    thread has of sixteen keys' scores; and for a mask that is a bool tensor within limits, where that is and the
+    limits."""
+    fields, bring, load, strips, look, block = [], [], [], [], [], []
     sizes, strip_sizes = ["0"], ["0"]
     for i in near:
         spec = program.aux[i]
@@ -76,6 +77,8 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
         fields += [f"{kind} a{i};"]
         at = f"{'strip' if spec.dims else 'tile'} + {' + '.join(strip_sizes if spec.dims else sizes)}"
         look += [f"{tile}::pair({at}, row, key, y[0].a{i}, y[1].a{i});"]
+        put = f"UNROLL for (int i = 0; i < 8; i++) y[i].a{i} = of[i];"
+        block += [f"{{ {kind} of[8]; {tile}::block({at}, key, of); {put} }}"]
         if spec.dims:
             read = brought.strip(program, i)
             assert read is not None
@@ -99,6 +102,7 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
         f"DEVICE void load_near(u32 to, bool even, int b, Head head, Query query, {tail}) {{ {' '.join(load)} }}",
         f"DEVICE void bring_strips(u32 to, {place}) {{ {' '.join(strips)} }}",
         f"DEVICE void look(Near (&y)[2], u32 tile, u32 strip, int row, int key) {{ {' '.join(look)} }}",
+        f"DEVICE void look(Near (&y)[8], u32 tile, u32 strip, int key) {{ {' '.join(block)} }}",
         *_seen(program, near),
     ]
 

@@ -469,14 +469,24 @@ struct Worker {
     const int first = keys() * BLOCK_N + 2 * (lane & 3);
     const int query[2] = {slice.query(row), slice.query(row + 8)};
     const int heads[2] = {query_head(row), query_head(row + 8)};
-    UNROLL for (int i = 0; i < BLOCK_N / 4; i++) {
-      const int r = i % 2;
-      Near y[2];
-      look(y, near(), strips(), (lane >> 2) + 8 * r, i / 2 * 8 + 2 * (lane & 3));
-      const int key = opaque(first) + i / 2 * 8;  // in this order: what is made for all pairs at once would be held
+    auto change = [&](int i, const Near* y) {  // row i % 2, of every eight keys the i / 2-th two
+      const int r = i % 2, key = opaque(first) + i / 2 * 8;  // in this order: what is made for all pairs at once would be held
       UNROLL for (int e = 0; e < 2; e++) {
         float& to = s[2 * i + e];
         to = score(to * scale, batch, heads[r], query[r], key + e, x, n, y[e]);
+      }
+    };
+    if (NEAR_BYTES) {
+      UNROLL for (int i = 0; i < BLOCK_N / 4; i += 4) {
+        Near y[8];
+        look(y, near(), strips(), 4 * i);
+        UNROLL for (int c = 0; c < 4; c++) change(i + c, y + 2 * c);
+      }
+    } else {
+      UNROLL for (int i = 0; i < BLOCK_N / 4; i++) {
+        Near y[2];
+        look(y, near(), strips(), (lane >> 2) + 8 * (i % 2), i / 2 * 8 + 2 * (lane & 3));
+        change(i, y);
       }
     }
 #elif PRESCALE

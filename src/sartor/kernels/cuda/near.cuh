@@ -4,18 +4,32 @@
 #pragma once
 #include "cuda/ptx.cuh"
 
-// The rows of one tensor, each from 16 bytes on, padded so that the threads of a warp read from different banks
+// Of sixteen keys what a thread's scores are beside: of its two rows, eight apart, a pair of keys and another one eight on.
+// All lanes ask for it together
+template <class Tile, class T> DEVICE void near_block(u32 tile, int key, T (&to)[8]) {
+  const int lane = threadIdx.x & 31;
+  UNROLL for (int i = 0; i < 4; i++)
+    Tile::pair(tile, (lane >> 2) + 8 * (i & 1), key + 8 * (i >> 1) + 2 * (lane & 3), to[2 * i], to[2 * i + 1]);
+}
+
+// The rows of one tensor, each from 16 bytes on. So that the threads of a warp read from different banks, pieces of 16
+// bytes change places by their row where elements have 16 bits (brought.tile_bytes knows when), which takes no room; the
+// others' rows are padded
 template <class T, int KEYS> struct NearTile {
-  static constexpr int row_bytes = KEYS * sizeof(T), pitch = row_bytes + 16, bytes = 16 * pitch;
+  static constexpr int row_bytes = KEYS * sizeof(T);
+  static constexpr bool swizzled = sizeof(T) == 2 && row_bytes % 128 == 0;
+  static constexpr int pitch = row_bytes + (swizzled ? 0 : 16), bytes = 16 * pitch;
+  // Where byte `at` of a row is
+  static DEVICE int place(int row, int at) { return row * pitch + (swizzled ? at ^ (row & 7) << 4 : at); }
 
   // Two lanes copy a row, from its key `first` on; keys from `count` on become zeros
   static DEVICE void bring(u32 to, const T* row, int first, int count) {
     const int half = 16 * (threadIdx.x & 1), left = (count - first) * int(sizeof(T)) - half;
     const u8* from = reinterpret_cast<const u8*>(row + first) + half;
-    to += (threadIdx.x >> 1 & 15) * pitch + half;
+    const int own = threadIdx.x >> 1 & 15;
     UNROLL for (int at = 0; at < row_bytes; at += 32)
       if (row_bytes % 32 == 0 || at + half < row_bytes)
-        copy_16_bytes(to + at, left > at ? from + at : reinterpret_cast<const u8*>(row), imin(imax(left - at, 0), 16));
+        copy_16_bytes(to + place(own, at + half), left > at ? from + at : reinterpret_cast<const u8*>(row), imin(imax(left - at, 0), 16));
   }
   // The same for 64 rows, of which 16 are every `apart` bytes, by a warp whose neighbouring lanes copy neighbouring pieces.
   // ENDS: there may be keys from `count` on; `even`: rows are equally far from each other
@@ -26,33 +40,47 @@ template <class T, int KEYS> struct NearTile {
       const int bytes = ENDS ? imin(imax(left - at, 0), 16) : 16;
       copy_16_bytes(to, ENDS && bytes == 0 ? from - at : from, bytes);
     };
-    if (32 % pieces == 0 && step <= 16 && even) {
-      const int at = lane % pieces * 16;
-      const u8* from = reinterpret_cast<const u8*>(row(lane / pieces) + first) + at;
+    if (32 % pieces == 0 && step <= 8 && even) {
+      const int at = lane % pieces * 16, own = lane / pieces, begin = place(own, at);
+      const u8* from = reinterpret_cast<const u8*>(row(own) + first) + at;
       const i64 stride = step * (reinterpret_cast<const u8*>(row(1)) - reinterpret_cast<const u8*>(row(0)));
-      to += lane / pieces * pitch + at;
 #pragma unroll 1
-      for (int i = 0; i < 4; i++, to += apart)
-        UNROLL for (int r = 0; r < 16; r += imax(step, 1), from += stride) copy(to + r * pitch, from, at);
+      for (int i = 0; i < 8; i++, to += i % 2 ? 8 * pitch : apart - 8 * pitch)  // eight rows each
+        UNROLL for (int r = 0; r < 8; r += imax(step, 1), from += stride)
+          copy(to + (swizzled ? opaque(begin) ^ r << 4 : begin) + r * pitch, from, at);
     } else {
 #pragma unroll 1
       for (int i = 0; i < 2 * pieces; i++) {
         const int piece = 32 * i + lane, r = piece / pieces, at = piece % pieces * 16;
-        copy(to + r / 16 * apart + r % 16 * pitch + at, reinterpret_cast<const u8*>(row(r) + first) + at, at);
+        copy(to + r / 16 * apart + place(r % 16, at), reinterpret_cast<const u8*>(row(r) + first) + at, at);
       }
     }
   }
   // The elements of a row at `key`, which is even, and after it
   static DEVICE void pair(u32 tile, int row, int key, T& low, T& high) {
-    const u32 at = tile + row * pitch + key * int(sizeof(T));
+    const u32 at = tile + place(row, key * int(sizeof(T)));
     if constexpr (sizeof(T) == 4) {
       u32 a, b;
       shared_load_pair(a, b, at);
       low = *reinterpret_cast<T*>(&a), high = *reinterpret_cast<T*>(&b);
     } else {
-      const u32 both = sizeof(T) == 2 ? shared_load(at) : shared_load_short(at);
-      low = T(both & (sizeof(T) == 2 ? 0xffff : 0xff)), high = T(both >> 8 * sizeof(T));
+      unpack(sizeof(T) == 2 ? shared_load(at) : shared_load_short(at), low, high);
     }
+  }
+  // Of sixteen keys from `key` on, as a warp has their scores: see `near_block`
+  static DEVICE void block(u32 tile, int key, T (&to)[8]) {
+    if constexpr (sizeof(T) == 2) {
+      u32 x[4];
+      const int lane = threadIdx.x & 31;
+      const u32 own = opaque(place(lane & 15, 16 * (lane >> 4)));
+      load_matrix(x, tile + (swizzled ? own ^ 2 * key % 128 : own + 2 * key % 128) + 2 * key / 128 * 128);
+      UNROLL for (int i = 0; i < 4; i++) unpack(x[i], to[2 * i], to[2 * i + 1]);
+    } else {
+      near_block<NearTile>(tile, key, to);
+    }
+  }
+  static DEVICE void unpack(u32 both, T& low, T& high) {
+    low = T(both & (sizeof(T) == 2 ? 0xffff : 0xff)), high = T(both >> 8 * sizeof(T));
   }
 };
 
@@ -75,6 +103,7 @@ template <int KEYS> struct NearStrip {
     shared_load_pair(a, b, strip + 8 * (row - key + KEYS - 1));
     low = __int_as_float(a), high = __int_as_float(b);
   }
+  static DEVICE void block(u32 strip, int key, float (&to)[8]) { near_block<NearStrip>(strip, key, to); }
 };
 
 // ---- a row of bools as bits

@@ -367,7 +367,7 @@ class Config(Schedule):
         barriers = self.stages_k + self.stages_v + 3 + q_buffers * self.groups  # 3: two of work tiles, and `next`
         barriers += near_stages * self.groups if self.brings else 0
         aux = [self.p.program.aux[i] for i in self.near]
-        near = sum(16 * (self.block_n * brought.size(a) + 16) for a in aux if not a.dims)
+        near = sum(brought.tile_bytes(a, self.block_n) for a in aux if not a.dims)
         strips = sum(8 * (self.block_n + 16) for a in aux if a.dims)
         job = 24 + (536 if self.mask == 2 else 24) * self.groups
         return Layout(

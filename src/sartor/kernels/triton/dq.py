@@ -142,17 +142,19 @@ def dq_kernel(
         tl.cdiv(seqlen_q, BLOCK_M), heads_q * batch, ONLY_MARKED, 0 if KEEP is None else SECTION
     )  # fmt: skip
     high_ptr = references(lse_log2_ptr, gain_ptr, batch, heads_q, seqlen_q, SCORE, GAINS)
-    for i in tl.range(begin, end, step, num_stages=1):
-        if marks.wanted(bad_q_ptr + base + i, ONLY_MARKED):
-            _dq_tile(
-                base + i,
-                Tensors(q=q_ptr, k=k_ptr, v=v_ptr, dout=dout_ptr, dq=dq_ptr, lse_log2=lse_log2_ptr, delta=delta_ptr,
-                        gain=gain_ptr, high=high_ptr, sinks=sinks_ptr, bad=bad_q_ptr, units=units, q_strides=q_strides,
-                        k_strides=k_strides, v_strides=v_strides, dout_strides=dout_strides, dq_strides=dq_strides),
-                Numbers(heads_q=heads_q, group=group, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, scale=scale,
-                        factor=factor, aux=aux, dropout=dropout),
-                Config(KEEP=KEEP, SPANS=ROWS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION,
-                       MASKED=MASKED, BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V,
-                       UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=REPAIR, DSCORE=DSCORE, GAINS=GAINS,
-                       DROPOUT=DROPOUT),
-            )  # fmt: skip
+    for first in tl.range(begin, end, step * marks.ROUND, num_stages=1):
+        for i in tl.range(first, marks.last(bad_q_ptr, first, end, step, ONLY_MARKED), step, num_stages=1):
+            if marks.wanted(bad_q_ptr + base + i, ONLY_MARKED):
+                _dq_tile(
+                    base + i,
+                    Tensors(q=q_ptr, k=k_ptr, v=v_ptr, dout=dout_ptr, dq=dq_ptr, lse_log2=lse_log2_ptr,
+                            delta=delta_ptr, gain=gain_ptr, high=high_ptr, sinks=sinks_ptr, bad=bad_q_ptr, units=units,
+                            q_strides=q_strides, k_strides=k_strides, v_strides=v_strides, dout_strides=dout_strides,
+                            dq_strides=dq_strides),
+                    Numbers(heads_q=heads_q, group=group, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, scale=scale,
+                            factor=factor, aux=aux, dropout=dropout),
+                    Config(KEEP=KEEP, SPANS=ROWS, SCORE=SCORE, PRESCALE=PRESCALE, PRECISION=PRECISION,
+                           MASKED=MASKED, BOUNDED=BOUNDED, DIM=DIM, DIM_V=DIM_V, CHUNKS=CHUNKS, CHUNKS_V=CHUNKS_V,
+                           UNIT=UNIT, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=REPAIR, DSCORE=DSCORE, GAINS=GAINS,
+                           DROPOUT=DROPOUT),
+                )  # fmt: skip

@@ -1,11 +1,12 @@
 """Which tiles a program computes: its own, or with ONLY_MARKED those of its share that an earlier launch has marked.
 
     base, begin, end, step = marks.share(tiles_head, heads, ONLY_MARKED, SECTION)
-    for i in tl.range(begin, end, step):
-        if marks.wanted(marks_ptr + base + i, ONLY_MARKED):
-            ... tile base + i
+    for first in tl.range(begin, end, step * marks.ROUND):
+        for i in tl.range(first, marks.last(marks_ptr, first, end, step, ONLY_MARKED), step):
+            if marks.wanted(marks_ptr + base + i, ONLY_MARKED):
+                ... tile base + i
 
-Without ONLY_MARKED the bounds are constants: the compiler removes a loop of one iteration.
+Without ONLY_MARKED the bounds are constants: the compiler removes loops of one iteration.
 """
 
 from __future__ import annotations
