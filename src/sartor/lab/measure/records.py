@@ -220,10 +220,11 @@ def newest(results: Path, suite: str, device: str = "") -> Path:
 
 
 def latest(records: list[Record]) -> list[Record]:
-    """For each mode, the records of the last run that has it, with that run's ceilings: these may be compared with each
-    other."""
-    last = {r.mode: r.run_id for r in sorted(records, key=lambda r: r.time) if r.mode != CEILINGS}
-    return [r for r in records if r.run_id == last.get(r.mode) or (r.mode == CEILINGS and r.run_id in last.values())]
+    """For each workload, the records of the last run that has it, with that run's ceilings: these may be compared with
+    each other."""
+    last = {r.workload: r.run_id for r in sorted(records, key=lambda r: r.time) if r.mode != CEILINGS}
+    runs = set(last.values())
+    return [r for r in records if (r.run_id in runs if r.mode == CEILINGS else r.run_id == last[r.workload])]
 
 
 def _short(value: Any) -> Any:
