@@ -38,7 +38,7 @@ BATCH, LENGTH, HEADS = 4, 4096, 16
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
 HOT = ("forward", "dkdv", "dq")
 ROWS = [json.loads(line) for line in (files("sartor.tuning") / "data" / "sm90.jsonl").read_text().splitlines()]
-SOME = {16: (64, 128), 32: (64,)}  # by bits, head dims whose rows `make test` compiles
+SOME = {16: (128,), 32: (64,)}  # by bits, head dims whose rows `make test` compiles
 OFTEN = {16: (64, 80, 96, 128, 256), 32: (64, 128)}  # those that `make test-all` compiles; `-m slow` the others
 MEASURED_WITH = "3.6.0"  # Triton of the rows
 ELSEWHERE_BYTES = 512  # what a row may spill, by thread, under another release
@@ -153,7 +153,7 @@ OTHERS = [
     (100, 104, "band", "triton_backward"), (100, 240, "full", "triton_forward"), (100, 256, "band", "triton_backward"),
     (100, 64, "full", "fp32_forward"), (100, 64, "band", "fp32_backward"),
 ]  # fmt: skip
-ELSEWHERE = sample(BANDS + OTHERS, lambda case: case[1] == 64 and case[3] != "fp32_backward") + FULL
+ELSEWHERE = sample(BANDS + OTHERS, lambda case: case[1] == 64 and case[3] in ("fp32_forward", "triton_forward")) + FULL
 
 
 @pytest.mark.parametrize(("arch", "dim", "mask", "kernel"), ELSEWHERE)
@@ -189,7 +189,7 @@ MODS = {
 }
 
 
-SOME_MODS = [("bias", "triton_backward"), ("softcap", "triton_forward"), ("document", "triton_backward")]
+SOME_MODS = [("bias", "triton_backward"), ("softcap", "triton_forward")]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_float32_with_mods(name, kernel):
     ("name", "kernel"),
     sample(
         [(name, f"fp32_{way}") for name in ("bias", "sinks") for way in ("forward", "backward")],
-        [("bias", "fp32_forward"), ("sinks", "fp32_backward")].__contains__,
+        [("bias", "fp32_forward")].__contains__,
     ),
 )
 def test_pairs_with_mods(name, kernel, arch):

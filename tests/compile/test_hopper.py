@@ -29,9 +29,8 @@ SPEC = kernels.load("hopper_forward")
 ROWS = [json.loads(line) for line in (files("sartor.tuning") / "data" / "sm90.jsonl").read_text().splitlines()]
 ROWS = [row for row in ROWS if row["kernel"] == SPEC.name]
 NAMES = [f"{r['mask']}-{r['dim']}-{r.get('keys', '')}" for r in ROWS]
-SOME = [
-    r for r in ROWS if (r["dim"] == 128 and "keys" not in r) or (r["dim"], r["mask"]) in ((64, "full"), (256, "band"))
-]
+OFTEN = (64, "full"), (128, "band"), (128, "tensor"), (256, "band")
+SOME = [r for r in ROWS if (r["dim"], r["mask"]) in OFTEN and "keys" not in r]
 BF16, FP16 = torch.bfloat16, torch.float16
 LARGEST = arch.SHARED_BYTES
 
@@ -122,7 +121,7 @@ LISTED = {
 }
 
 
-@pytest.mark.parametrize("name", sample(LISTED, ["plain", "table"].__contains__))
+@pytest.mark.parametrize("name", sample(LISTED, ["table"].__contains__))
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_lists_of_key_tiles(dim, groups, name):
@@ -175,7 +174,7 @@ def test_bools_become_bits_and_distances_strips(name, limits):
     assert len(Config.of(p, tile).near) == 1
 
 
-@pytest.mark.parametrize("name", sample(FEATURES, ["window", "packed", "user", "float16", "all"].__contains__))
+@pytest.mark.parametrize("name", sample(FEATURES, ["packed", "float16", "all"].__contains__))
 def test_features(name):
     p = problem(64, **FEATURES[name])
     binary = SPEC.compile(p, next(iter(SPEC.tiles(p, DEVICE))))
@@ -183,7 +182,7 @@ def test_features(name):
 
 
 @pytest.mark.parametrize(
-    "dim", sample([1, 8, 24, 40, 72, 88, 104, 136, 176, 200, 240, 256], lambda dim: dim in (1, 88, 240))
+    "dim", sample([1, 8, 24, 40, 72, 88, 104, 136, 176, 200, 240, 256], lambda dim: dim in (1, 88))
 )
 def test_dims(dim):
     check(problem(dim), next(iter(SPEC.tiles(problem(dim), DEVICE))))
@@ -195,14 +194,14 @@ def test_dim_v(dim, dim_v):
     check(p, next(iter(SPEC.tiles(p, DEVICE))))
 
 
-@pytest.mark.parametrize("name", sample(dialects.SCORES, list(dialects.SCORES)[::5].__contains__))
+@pytest.mark.parametrize("name", sample(dialects.SCORES, list(dialects.SCORES)[::8].__contains__))
 def test_scores_of_every_operator(name):
     p = problem(128, score=dialects.scores(4, 1000, 1000, "meta")[name])
     SPEC.compile(p, choose(p, DEVICE).tile)
 
 
 @pytest.mark.parametrize("options", [{"softcap": 30.0}, {"causal": True, "alibi_slopes": meta(4)}], ids=list)
-@pytest.mark.parametrize("dim", sample([40, 64, 80, 96, 120, 128, 160, 192, 256], lambda dim: dim in (64, 128)))
+@pytest.mark.parametrize("dim", sample([40, 64, 80, 96, 120, 128, 160, 192, 256], lambda dim: dim == 128))
 def test_scores(dim, options):
     p = problem(dim, lengths=(4096, 4096), **options)
     check(p, choose(p, DEVICE).tile)
@@ -278,7 +277,7 @@ DROPPED = {
 
 
 @pytest.mark.parametrize("name", sample(DROPPED, ("full", "band").__contains__))
-@pytest.mark.parametrize("dim", sample([40, 64, 96, 128, 160], lambda dim: dim in (64, 128)))
+@pytest.mark.parametrize("dim", sample([40, 64, 96, 128, 160], lambda dim: dim == 128))
 def test_dropout(dim, name):
     """The first tile that leaves registers for the bits; and none beyond the head dims that have one."""
     given = {"dropout_p": 0.1, "dropout_seed": meta(1, dtype=torch.int64)}

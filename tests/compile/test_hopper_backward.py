@@ -136,7 +136,7 @@ def test_one_sweep_of_more_columns(dim):
 
 @pytest.mark.parametrize("name", FROM_TABLES)
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", sample([64, 96, 128, 256], lambda dim: dim in (64, 128, 256)))
+@pytest.mark.parametrize("dim", sample([64, 96, 128, 256], lambda dim: dim in (128, 256)))
 def test_intervals_from_tables(dim, deterministic, name):
     """A block keeps them in shared memory where there is room, and a table says which block begins when."""
     for config in Config.all(problem(dim, deterministic=deterministic, **from_tables(name))):
@@ -146,7 +146,7 @@ def test_intervals_from_tables(dim, deterministic, name):
         assert config.defines()["MASK"] == (1 if name == "packed" else 2)
 
 
-@pytest.mark.parametrize("dim", sample([64, 96, 128, 256], lambda dim: dim in (64, 128)))
+@pytest.mark.parametrize("dim", sample([64, 96, 128, 256], lambda dim: dim == 128))
 def test_pairs(dim):
     """A predicate that is no interval, and intervals of which every head has its own: neither kept nor ordered."""
     lengths = meta(4, 1, 1, dtype=torch.int32)
@@ -220,7 +220,7 @@ def test_one_key_head(dim, causal):
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
-@pytest.mark.parametrize("dim", sample([64, 96, 128, 256], lambda dim: dim in (96, 128)))
+@pytest.mark.parametrize("dim", sample([64, 96, 128, 256], lambda dim: dim == 96))
 def test_scores_that_bury(dim, options):
     """What weights are relative to is found before the sweeps, in the text of the first one."""
     configs = Config.all(problem(dim, bias=meta(2, 1, 1, 1000), causal=True, **options))
@@ -229,7 +229,7 @@ def test_scores_that_bury(dim, options):
 
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", sample([64, 96, 128, 160, 256], lambda dim: dim in (64, 128)))
+@pytest.mark.parametrize("dim", sample([64, 96, 128, 160, 256], lambda dim: dim == 128))
 def test_changed_scores(dim, deterministic, options):
     """No spills where the derivative is 1; else a few words, and more where one sweep holds 64 scores a thread."""
     options = options | {"deterministic": deterministic}
@@ -405,7 +405,7 @@ def test_tensors_an_element_further():
 
 
 @pytest.mark.parametrize("options", sample([*MASKS, {"deterministic": True}], lambda options: options == {}), ids=str)
-@pytest.mark.parametrize("dim", sample([64, 96, 128, 160], lambda dim: dim in (64, 128)))
+@pytest.mark.parametrize("dim", sample([64, 96, 128, 160], lambda dim: dim == 128))
 def test_dropout(dim, options):
     """At head dim 64 scores, their gradients and two results fill the registers: of the latter a few words are kept in
     local memory over each tile."""

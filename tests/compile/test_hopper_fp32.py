@@ -47,7 +47,7 @@ def check(p, tile):
     return binary
 
 
-@pytest.mark.parametrize("row", sample(ROWS, lambda row: row["dim"] == 64), ids=NAMES)
+@pytest.mark.parametrize("row", sample(ROWS, lambda row: (row["dim"], row["mask"]) == (64, "full")), ids=NAMES)
 def test_tuning_row(row):
     p = problem(row["dim"], lengths=(4096, 4096), causal=row["mask"] == "band")
     tile = Tile.of(row["tile"])
@@ -75,13 +75,13 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("dim", sample([64, 128], lambda dim: dim == 128))
-@pytest.mark.parametrize("name", sample(FEATURES, ["window", "document", "heads", "all"].__contains__))
+@pytest.mark.parametrize("name", sample(FEATURES, ["document", "all"].__contains__))
 def test_features(name, dim):
     p = problem(dim, **FEATURES[name])
     check(p, first_tile(p))
 
 
-@pytest.mark.parametrize("dim", sample([1, 8, 24, 40, 72, 88, 104, 120], lambda dim: dim in (1, 40, 104)))
+@pytest.mark.parametrize("dim", sample([1, 8, 24, 40, 72, 88, 104, 120], lambda dim: dim in (1, 104)))
 def test_dims(dim):
     check(problem(dim), first_tile(problem(dim)))
 

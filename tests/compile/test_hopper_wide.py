@@ -35,7 +35,7 @@ def problem(dim=256, dim_v=None, heads=(4, 4), n=(1000, 1000), batch=2, dtype=to
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize(("dim", "dim_v"), sample(DIMS, lambda dims: dims in ((256, 256), (192, 128))))
+@pytest.mark.parametrize(("dim", "dim_v"), sample(DIMS, lambda dims: dims == (192, 128)))
 @pytest.mark.parametrize("dtype", sample([torch.bfloat16, torch.float16], lambda t: t == torch.bfloat16), ids=str)
 def test_kernels(dim, dim_v, options, dtype):
     """No spill, no product serialised; what C++ asserts of shared memory is what was laid out."""
