@@ -4,8 +4,8 @@
 #pragma once
 #include "cuda/ptx.cuh"
 
-// Of sixteen keys what a thread's scores are beside: of its two rows, eight apart, a pair of keys and another one eight on.
-// All lanes ask for it together
+// The elements of sixteen keys that go with a thread's scores: in each of its two rows, eight apart, two neighbouring keys
+// and the two that are eight on. All lanes of a warp ask together
 template <class Tile, class T> DEVICE void near_block(u32 tile, int key, T (&to)[8]) {
   const int lane = threadIdx.x & 31;
   UNROLL for (int i = 0; i < 4; i++)
@@ -29,7 +29,8 @@ template <class T, int KEYS> struct NearTile {
     const int own = threadIdx.x >> 1 & 15;
     UNROLL for (int at = 0; at < row_bytes; at += 32)
       if (row_bytes % 32 == 0 || at + half < row_bytes)
-        copy_16_bytes(to + place(own, at + half), left > at ? from + at : reinterpret_cast<const u8*>(row), imin(imax(left - at, 0), 16));
+        copy_16_bytes(to + place(own, at + half), left > at ? from + at : reinterpret_cast<const u8*>(row),
+                      imin(imax(left - at, 0), 16));
   }
   // The same for 64 rows, of which 16 are every `apart` bytes, by a warp whose neighbouring lanes copy neighbouring pieces.
   // ENDS: there may be keys from `count` on; `even`: rows are equally far from each other
@@ -67,7 +68,8 @@ template <class T, int KEYS> struct NearTile {
       unpack(sizeof(T) == 2 ? shared_load(at) : shared_load_short(at), low, high);
     }
   }
-  // Of sixteen keys from `key` on, as a warp has their scores: see `near_block`
+  // Elements of sixteen keys from `key` on: see `near_block`. The address is made anew each time: eight of them, one for
+  // each place of a piece, would be held in registers
   static DEVICE void block(u32 tile, int key, T (&to)[8]) {
     if constexpr (sizeof(T) == 2) {
       u32 x[4];
