@@ -29,8 +29,8 @@ SPEC = kernels.load("hopper_forward")
 ROWS = [json.loads(line) for line in (files("sartor.tuning") / "data" / "sm90.jsonl").read_text().splitlines()]
 ROWS = [row for row in ROWS if row["kernel"] == SPEC.name]
 NAMES = [f"{r['mask']}-{r['dim']}-{r.get('keys', '')}" for r in ROWS]
-OFTEN = (64, "full"), (128, "band"), (128, "tensor"), (256, "band")
-SOME = [r for r in ROWS if (r["dim"], r["mask"]) in OFTEN and "keys" not in r]
+SAMPLED = (64, "full"), (128, "band"), (128, "tensor"), (256, "band")
+SOME = [r for r in ROWS if (r["dim"], r["mask"]) in SAMPLED and "keys" not in r]
 BF16, FP16 = torch.bfloat16, torch.float16
 LARGEST = arch.SHARED_BYTES
 

@@ -136,7 +136,8 @@ def test_the_last_run_is_the_one_of_the_latest_time_with_its_own_ceilings() -> N
     kept = records.latest([*rows, *peaks])
     assert {r.run_id for r in kept} == {"new"}
     alone = replace(rows[1], seqlen_q=2 * rows[1].seqlen_q)  # which the newer run, stopped before its end, has not
-    assert {(r.run_id, r.mode) for r in records.latest([*rows, alone, *peaks]) if r not in kept} == {
+    assert records.latest([*rows, alone, *peaks]) == kept
+    assert {(r.run_id, r.mode) for r in records.latest([*rows, alone, *peaks], by_workload=True) if r not in kept} == {
         ("old", rows[1].mode), ("old", CEILINGS),
     }  # fmt: skip
     assert "700" in report.provenance(rows[:1], peaks)

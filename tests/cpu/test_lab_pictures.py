@@ -153,7 +153,7 @@ def test_a_committed_picture_is_that_of_its_records(file: Path) -> None:
     known = sorted((f.stem for f in file.parent.glob("*.jsonl") if file.stem.startswith(f"{f.stem}-")), key=len)
     with Image.open(file) as image:
         text = image.text
-    found = store.latest(store.read(file.parent / f"{known[-1]}.jsonl"))
+    found = store.latest(store.read(file.parent / f"{known[-1]}.jsonl"), by_workload=True)
     assert set(text["Source"].split(", ")) <= {r.run_id for r in found}
     assert names.device(file.parent.name) in text["Description"]
     assert text["Title"]

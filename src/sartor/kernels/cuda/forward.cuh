@@ -469,8 +469,9 @@ struct Worker {
     const int first = keys() * BLOCK_N + 2 * (lane & 3);
     const int query[2] = {slice.query(row), slice.query(row + 8)};
     const int heads[2] = {query_head(row), query_head(row + 8)};
-    auto change = [&](int i, const Near* y) {  // row i % 2, of every eight keys the i / 2-th two
-      const int r = i % 2, key = opaque(first) + i / 2 * 8;  // in this order: what is made for all pairs at once would be held
+    auto change = [&](int i, const Near* y) {  // the scores of row i % 2 and of two neighbouring keys
+      // The key's number is made anew for each pair: made for all at once, they would be held in registers
+      const int r = i % 2, key = opaque(first) + i / 2 * 8;
       UNROLL for (int e = 0; e < 2; e++) {
         float& to = s[2 * i + e];
         to = score(to * scale, batch, heads[r], query[r], key + e, x, n, y[e]);

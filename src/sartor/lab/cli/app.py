@@ -205,7 +205,7 @@ def plot(
     with friendly():
         file = records.newest(results_folder() if record else out, suite, device)
         writable(file.parent, "--record" if record else "--out")
-        found = records.latest(records.read(file))
+        found = records.latest(records.read(file), by_workload=record)
         if suite in views.ALONE:
             files = views.drawn(found, file.parent, views.ALONE[suite])
         else:

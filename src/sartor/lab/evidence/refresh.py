@@ -101,7 +101,7 @@ def _suites(folder: Path, now: Present, rounds: tuple[str, ...]) -> list[Stage]:
     found = []
     for name in set(suites.available()) - {*ELSEWHERE, "ladder"}:
         file = folder / f"{name}.jsonl"
-        known = store.latest(store.read(file))
+        known = store.latest(store.read(file), by_workload=True)
         suite = suites.load(name)
         for mode in dict.fromkeys(w.mode for w, _ in suite.cases):
             rows = [r for r in known if r.mode == mode]
@@ -125,7 +125,7 @@ def _rungs(folder: Path, now: Present, rounds: tuple[str, ...]) -> list[Stage]:
         return not plain or not all(of_today(r, now) for r in rows)
 
     steps, counters = folder / "ladder.jsonl", folder / f"{profile.SUITE}.jsonl"
-    found, climbed = list[Stage](), store.latest(store.read(steps))
+    found, climbed = list[Stage](), store.latest(store.read(steps), by_workload=True)
     if stale(climbed):
         suite = suites.load("ladder")
         seconds = _seconds(suite, suite.cases, climbed, rounds)

@@ -219,12 +219,17 @@ def newest(results: Path, suite: str, device: str = "") -> Path:
     return max(found)[1]
 
 
-def latest(records: list[Record]) -> list[Record]:
-    """For each workload, the records of the last run that has it, with that run's ceilings: these may be compared with
-    each other."""
-    last = {r.workload: r.run_id for r in sorted(records, key=lambda r: r.time) if r.mode != CEILINGS}
+def latest(records: list[Record], by_workload: bool = False) -> list[Record]:
+    """For each mode, the records of the last run that has it, with that run's ceilings: these may be compared with each
+    other. `by_workload`: for each workload, as committed records want it, which a run that was stopped renews in part;
+    where every run is appended, workloads of earlier ones would come back."""
+
+    def kind(r: Record) -> object:
+        return r.workload if by_workload else r.mode
+
+    last = {kind(r): r.run_id for r in sorted(records, key=lambda r: r.time) if r.mode != CEILINGS}
     runs = set(last.values())
-    return [r for r in records if (r.run_id in runs if r.mode == CEILINGS else r.run_id == last[r.workload])]
+    return [r for r in records if (r.run_id in runs if r.mode == CEILINGS else r.run_id == last[kind(r)])]
 
 
 def _short(value: Any) -> Any:

@@ -26,7 +26,7 @@ FILES = ("README.md", *(f"docs/{name}.md" for name in ("results", "ladder", "num
 def render(name: str, results: Path) -> str:
     """The text of a marker `DEVICE/SUITE/VIEW`; the ladder's views are `climb`, its sweeps, and a rung's number."""
     device, suite, view = _parse(name)
-    found = store.latest(store.read(results / device / f"{suite}.jsonl"))
+    found = store.latest(store.read(results / device / f"{suite}.jsonl"), by_workload=True)
     mode = "fwd" if view == "visited" else view
     chosen = [r for r in found if r.mode != CEILINGS and (mode not in MODES or r.mode == mode)]
     if view == "cost":
