@@ -308,19 +308,21 @@ class Kernel:
 # Enumerators of cuda.h, whose names they have
 _MAP_DTYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_TYPE_
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_, by bytes
-_INTERLEAVE_NONE, _PROMOTE_64B, _PROMOTE_256B, _ZEROS_BEYOND = 0, 1, 3, 0
+_PROMOTIONS = {64: 1, 128: 2, 256: 3}  # CU_TENSOR_MAP_L2_PROMOTION_L2_, by bytes
+_INTERLEAVE_NONE, _ZEROS_BEYOND = 0, 0
 MAP_ALIGNMENT = 64  # bytes, of a CUtensorMap
 
 
 class TensorMaps(dict[int, bytes]):
-    """`tensor_map`s by address, made when first asked for, of an operand whose other arguments stay. `boxes` are pairs
-    of a box and a swizzle; of several the maps stand one after the other."""
+    """`tensor_map`s by address, made when first asked for, of an operand whose other arguments stay. `boxes` are what
+    `tensor_map` takes last, from the box on; of several the maps stand one after the other."""
 
     MOST = 4096
 
     def __init__(
-        self, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], *boxes: tuple[tuple[int, ...], int]
-    ) -> None:
+        self, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...],
+        *boxes: tuple[tuple[int, ...], int] | tuple[tuple[int, ...], int, int],
+    ) -> None:  # fmt: skip
         self.operand, self.boxes = (dtype, sizes, strides), boxes
 
     @property
@@ -336,8 +338,9 @@ class TensorMaps(dict[int, bytes]):
 
 
 def tensor_map(
-    address: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
-) -> bytes:
+    address: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int,
+    promotion: int = 256,
+) -> bytes:  # fmt: skip
     """A TMA tensor map: 128 bytes that a kernel takes as a `__grid_constant__` parameter.
 
     Args:
@@ -347,10 +350,11 @@ def tensor_map(
         strides: bytes a step of each dim but the innermost; multiples of 16.
         box: elements of one copy a dim.
         swizzle: 0, 32, 64 or 128 bytes.
+        promotion: 64, 128 or 256 bytes that L2 fetches where a copy asks for less; 64 where rows do not start on 32.
 
     Reads beyond `sizes` give zeros. Raises LaunchError with the arguments where the driver refuses them.
     """
-    given = _map_arguments(dtype, sizes, strides, box, swizzle)
+    given = _map_arguments(dtype, sizes, strides, box, swizzle, promotion)
     room = ctypes.create_string_buffer(128 + MAP_ALIGNMENT)
     start = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
     arguments = start, given.kind, given.rank, address, *given.rest
@@ -374,11 +378,12 @@ class MapArguments(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _map_arguments(
-    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
-) -> MapArguments:
+    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int,
+    promotion: int = 256,
+) -> MapArguments:  # fmt: skip
     """They stay while addresses change, with every call of a training step."""
     rank, wide, narrow = len(sizes), ctypes.c_uint64, ctypes.c_uint32
     aligned = all(n % 32 == 0 for n in strides)  # where rows do not start on sectors, fetching more around them costs
     arrays = (wide * rank)(*sizes), (wide * len(strides))(*strides), (narrow * rank)(*box), (narrow * rank)(*[1] * rank)
-    options = _INTERLEAVE_NONE, _SWIZZLES[swizzle], _PROMOTE_256B if aligned else _PROMOTE_64B, _ZEROS_BEYOND
+    options = _INTERLEAVE_NONE, _SWIZZLES[swizzle], _PROMOTIONS[promotion if aligned else 64], _ZEROS_BEYOND
     return MapArguments(_MAP_DTYPES[dtype], rank, (*arrays, *options))

@@ -40,7 +40,7 @@ class Driver:
 def driver(monkeypatch):
     found = Driver()
 
-    def tensor_map(address, dtype, sizes, strides, box, swizzle):
+    def tensor_map(address, dtype, sizes, strides, box, swizzle, promotion=256):
         found.maps.append((address, sizes, strides))
         return bytes(128)
 
@@ -234,6 +234,12 @@ def test_few_queries_have_kv_splits():
         torch.use_deterministic_algorithms(False)
     lengths = torch.empty(1, dtype=torch.int32, device="meta")
     assert decode(1, 8, 8, 8192, mask=mods.cached(lengths, 1, 8192))[0].num_splits == 16
+
+
+def test_few_queries_have_few_keys_a_tile():
+    """What is read once is to have little under way; where heads have more queries, tiles are as tuned."""
+    assert [decode(1, 8, 8, 4096, dim)[0].block_n for dim in (64, 96, 128, 256)] == [128, 80, 64, 64]
+    assert decode(1, 8, 8, 4096, queries=65)[0].block_n > 64
 
 
 @settings(deadline=None)

@@ -229,9 +229,10 @@ def test_what_the_driver_is_told_of_a_tensor_map(monkeypatch):
         assert int.from_bytes(nvrtc.tensor_map(address, *facts), "little") == address
     nvrtc.tensor_map(16, "float32", (36, 4), (144,), (32, 4), 0)
     nvrtc.tensor_map(16, "float16", (40, 4), (80,), (32, 4), 32)
+    nvrtc.tensor_map(16, "float16", (64, 4), (128,), (64, 4), 128, 128)
     kinds, swizzles = bindings.CUtensorMapDataType, bindings.CUtensorMapSwizzle
     promotions = bindings.CUtensorMapL2promotion
-    first, second, third, fourth = library.given
+    first, second, third, fourth, fifth = library.given
     assert (first[1], first[2], second[2]) == (4, 4096, 8192)
     assert [list(array) for array in first[3:7]] == [[64, 100, 8, 2], [1024, 128, 102400], [64, 64, 1, 1], [1] * 4]
     assert first[0] == kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
@@ -243,6 +244,7 @@ def test_what_the_driver_is_told_of_a_tensor_map(monkeypatch):
     assert fourth[8] == swizzles.CU_TENSOR_MAP_SWIZZLE_32B
     assert first[9] == promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
     assert third[9] == promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_64B
+    assert fifth[9] == promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
     assert first[10] == bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 
 

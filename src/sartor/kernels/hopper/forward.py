@@ -51,6 +51,7 @@ MERGE_PARAMS = Params(
     heads="int", seqlen_q="int", num_splits="int", wide="int",
 )  # fmt: skip
 MERGE_COLUMNS = 128  # a thread a column
+PROMOTION = 128  # bytes, a row of a chunk: to fetch what lies beside it is a quarter more for L2 to read
 LISTED = PARAMS.followed_by(blocks.PARAMETERS)
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM, MAX_DROPOUT = 256, 160  # beyond the latter, the bits of a key tile would be in local memory
@@ -482,9 +483,9 @@ class Ready:
         names = _names(p, x, merge)
         at = {name: i for i, name in enumerate(names)}
         made: dict[str, Made] = {
-            "q_map": Mapped(at["q"], host.maps(q, slice_, width, last)),
-            "k_map": Mapped(at["k"], host.maps(k, tile, width, last)),
-            "v_map": Mapped(at["v"], host.maps(v, tile, width_v)),
+            "q_map": Mapped(at["q"], host.maps(q, slice_, width, last, promotion=PROMOTION)),
+            "k_map": Mapped(at["k"], host.maps(k, tile, width, last, promotion=PROMOTION)),
+            "v_map": Mapped(at["v"], host.maps(v, tile, width_v, promotion=PROMOTION)),
         }
         if m.staged:  # a warp's rows are stored by the copy engine
             made["out_map"] = Mapped(at["out"], host.maps(out, (16, 1), width_v))

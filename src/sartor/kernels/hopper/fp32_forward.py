@@ -157,6 +157,11 @@ class Config(hopper_forward.Config):
         return 1
 
     @property
+    def keys_once(self) -> int:
+        """As many as the tile has: fewer were not timed."""
+        return self.block_n
+
+    @property
     def ahead(self) -> bool:
         """Whether the next tile's q is copied beside the last product: a score needs the registers."""
         return self.p.program.score is None

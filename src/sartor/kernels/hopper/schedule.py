@@ -23,6 +23,7 @@ EVERY = 1 << 16  # rounds, more than there are
 ENDS = 2  # key tiles that the ends of a query tile take as long as
 MERGE = 640 << 10  # bytes of keys and values that an SM reads while KV splits are enqueued for merging and merged
 SHORTEST = 256  # keys of a KV split
+TILE_ONCE = 16 << 10  # bytes of keys that are read once
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,19 @@ class Schedule:
         sms = dev.sm_count
         if not sms:
             return self.tile
+        if self.slices == 1 and self.block_n > self.keys_once:
+            fewer = replace(self.tile, block_n=self.keys_once)
+            return replace(self, tile=fewer, block_n=self.keys_once).suited(dev)
         some = [*(replace(self, groups=g) for g in range(1, self.groups)), self]
         groups = min(some, key=lambda m: m.assign(sms).time).groups
         splits = self.num_splits(sms) if groups == 1 else 1
         return replace(self.tile, block_m=64 * groups, warps=4 * (groups + 1), num_splits=splits)
+
+    @property
+    def keys_once(self) -> int:
+        """Keys a tile, at most, where each is read once, by one slice: memory is slower where more is under way. Beyond
+        head dim 128 tiles have few keys as they are."""
+        return self.block_n if max(self.dim, self.dim_v) > 128 else TILE_ONCE // (2 * self.dim) // 16 * 16
 
     def num_splits(self, sms: int) -> int:
         """For tiles of 64 rows: as many as there are SMs for, if that is worth the merging. Where rows begin to see
