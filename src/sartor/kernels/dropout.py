@@ -1,20 +1,22 @@
 """Which pairs of query and key dropout keeps: a function of a seed and of where in the call a pair is.
 
-Random numbers are Philox-4x32-10's (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): 16 bytes from a
-key of 64 bits, the seed, and a counter of 128. One counter serves a patch of 4 queries by 4 keys, a byte a pair:
+Random numbers are Philox-4x32-7's (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; seven rounds are
+the fewest that pass their tests, and what flash-attn takes): 128 bits from a key of 64 bits, the seed, and a counter of
+128. One counter serves a patch of 4 queries by 4 keys, eight bits a pair:
 
     queries of a patch   16 a + 2 c + {0, 1, 8, 9}, c = 0 .. 3; its keys likewise
     counter              (4 a + c of the keys, 4 a + c of the queries, head, batch item)
-    word of a pair       2 (query % 2) + key % 2
-    byte of that word    2 (query // 8 % 2) + key // 8 % 2, from the lowest
+    place of a pair      bit 7 - 2 (query % 2) - key % 2 of byte 2 (query // 8 % 2) + key // 8 % 2
+    its number           from the lowest bit on: four places below its own in words 0 to 3, its own in words 0 to 3
 
 Two threads of a warp, 4 apart, hold a patch of the accumulators of a `wgmma`, whether queries or keys run along its
-rows; each of them wants two whole words of it. So a kernel throws no number away if such threads exchange words.
+rows; each of them wants every second row of it. So a kernel throws no number away if such threads exchange halves. And
+numbers are compared all at once, as one bit after the other decides for sixteen pairs (`decided`).
 
-A byte alone would know probabilities in steps of 1/256, 0.1 as 0.1016. The threshold is therefore one of two
-neighbours, by the patch: the upper one where the highest byte of the sum of its words is small. That byte is
-independent of every other, so that a pair is dropped with a probability of round(65536 p) / 65536, and what is left is
-scaled by just that.
+A number of eight bits alone would know probabilities in steps of 1/256, 0.1 as 0.1016. The threshold is therefore one
+of two neighbours, by the patch: the upper one where a hash of its first word is small. Of that word a pair's number has
+two bits, and its hash, a product with the golden ratio, is as likely to be small whatever these are. So a pair is
+dropped with a probability of round(65536 p) / 65536, and what is left is scaled by just that.
 
 A seed tensor is int64 and has one of these numbers of numbers; what is computed is a part of a larger problem, whose
 pairs have the positions that they have there:
@@ -26,14 +28,16 @@ pairs have the positions that they have there:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 Tensor = torch.Tensor
-ROUNDS = 10
+ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
+HASH = 0x9E3779B9
 STEPS = 2**16  # of a probability
 PATCH = 16  # queries, and keys, after which the order of patches repeats
 LOW = 2**32 - 1
@@ -104,13 +108,12 @@ def kept(p: float, seed: Tensor, items: slice, heads: slice, i: slice, j: slice)
         _range(s.start // PATCH * 4, -(-s.stop // PATCH) * 4, seed) + 4 * first[2 + n] & LOW
         for n, s in enumerate((i, j))
     )  # patches
-    words = _words(numbers[0], item, head, rows, keys)
-    least = _least(p, words)[..., None, None, None, None]
-    shape = (*words[0].shape, 2, 2)
-    byte = torch.arange(0, 32, 8, dtype=torch.int32, device=seed.device).view(2, 2)
-    pairs = torch.stack(words, -1).to(torch.int32).view(shape)[..., None, None] >> byte & 255  # (..., odd q, odd k, 8s)
-    b, h, n, m = words[0].shape
-    found: Tensor = (pairs >= least).view(b, h, n // 4, 4, m // 4, 4, 2, 2, 2, 2).permute(0, 1, 2, 8, 3, 6, 4, 9, 5, 7)
+    found = decided(threshold(p), _words(numbers[0], item, head, rows, keys)).to(torch.int32)
+    odd = torch.arange(2, device=seed.device)
+    place = _place(odd.view(2, 1, 1, 1) + 8 * odd.view(2, 1), odd.view(2, 1, 1) + 8 * odd)
+    b, h, n, m = found.shape
+    found = found[..., None, None, None, None] & (1 << place).to(torch.int32)  # (..., odd q, odd k, 8s)
+    found = (found != 0).view(b, h, n // 4, 4, m // 4, 4, 2, 2, 2, 2).permute(0, 1, 2, 8, 3, 6, 4, 9, 5, 7)
     found = found.reshape(b, h, 4 * n, 4 * m)
     return found[..., i.start % PATCH :, j.start % PATCH :][..., : i.stop - i.start, : j.stop - j.start]
 
@@ -124,11 +127,12 @@ def _kept_pair_by_pair(p: float, numbers: Tensor, items: slice, heads: slice, i:
     )
     q, kv = (_range(s.start, s.stop, numbers) * places[2 * n + 1] + places[2 * n] for n, s in enumerate((i, j)))
     words = _words(seed, item & LOW, head & LOW, *(n // PATCH * 4 + n % 8 // 2 & LOW for n in (q, kv)))
-    q = q[:, None]
-    even, odd = (torch.where(kv % 2 == 0, one, other) for one, other in (words[:2], words[2:]))
-    word = torch.where(q % 2 == 0, even, odd)
-    found: Tensor = (word >> 8 * (2 * (q // 8 % 2) + kv // 8 % 2) & 255) >= _least(p, words)
-    return found
+    return decided(threshold(p), words) >> _place(q[:, None], kv) & 1 != 0
+
+
+def _place(q: Tensor, kv: Tensor) -> Tensor:
+    """Of a pair in what is decided of its patch: a bit."""
+    return 16 * (q // 8 % 2) + 8 * (kv // 8 % 2) + 7 - 2 * (q % 2) - kv % 2
 
 
 def _words(seed: Tensor, item: Tensor, head: Tensor, rows: Tensor, keys: Tensor) -> list[Tensor]:
@@ -137,10 +141,17 @@ def _words(seed: Tensor, item: Tensor, head: Tensor, rows: Tensor, keys: Tensor)
     return torch.broadcast_tensors(*philox(counter, (seed & LOW, seed >> 32 & LOW)))  # type: ignore[no-any-return]
 
 
-def _least(p: float, words: list[Tensor]) -> Tensor:
-    """What a byte must be at least for its pair to stay, by counters."""
-    upper = (words[0] + words[1] + words[2] + words[3] & LOW) >> 24 < threshold(p) % 256
-    return threshold(p) // 256 + upper.to(torch.int16)
+def decided(steps: int, words: Sequence[Tensor]) -> Tensor:
+    """Of patches, whether pairs stay, at their places: a number is compared with the threshold from its lowest bit on,
+    and where a bit is the threshold's, those below have decided. Where the numbers are equal the patch decides. The
+    lower four bits of each byte mean nothing."""
+    stay = torch.where((words[0] * HASH & LOW) < steps % 256 << 24, 0, LOW)
+    for shift in (4, 0):
+        for j, word in enumerate(words):
+            zeros = sum(four for bit, four in ((8 + j, 0x0F0F0F0F), (12 + j, 0xF0F0F0F0)) if not steps >> bit & 1)
+            stay = word & zeros | stay & (word | zeros)
+        stay = stay << shift & LOW
+    return stay
 
 
 def _range(start: int, stop: int, like: Tensor) -> Tensor:

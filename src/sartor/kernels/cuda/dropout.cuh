@@ -8,32 +8,38 @@
 #define DROPOUT 0
 #endif
 
-// Philox-4x32-10 (Salmon et al. 2011): four words of a counter and a key, in the counter's place
+// Both halves of a product. Of one in C++ the compiler adds 0 to the upper one
+DEVICE void multiply(u32 x, u32 y, u32& high, u32& low) {
+  asm("{ .reg .b64 xy; mul.wide.u32 xy, %2, %3; mov.b64 {%0, %1}, xy; }" : "=r"(low), "=r"(high) : "r"(x), "r"(y));
+}
+// Philox-4x32-7 (Salmon et al. 2011): four words of a counter and a key, in the counter's place
 DEVICE void philox(u32 (&c)[4], u64 key) {
   u32 k[2] = {u32(key), u32(key >> 32)};
-  UNROLL for (int i = 0; i < 10; i++) {
-    const u64 a = u64(0xd2511f53u) * c[0], b = u64(0xcd9e8d57u) * c[2];
-    c[0] = u32(b >> 32) ^ c[1] ^ k[0], c[1] = u32(b);
-    c[2] = u32(a >> 32) ^ c[3] ^ k[1], c[3] = u32(a);
+  UNROLL for (int i = 0; i < 7; i++) {
+    u32 high[2], low[2];
+    multiply(c[0], 0xd2511f53u, high[0], low[0]), multiply(c[2], 0xcd9e8d57u, high[1], low[1]);
+    c[0] = high[1] ^ c[1] ^ k[0], c[1] = low[1], c[2] = high[0] ^ c[3] ^ k[1], c[3] = low[0];
     k[0] += 0x9e3779b9u, k[1] += 0xbb67ae85u;
   }
 }
-// The highest bit of each byte: whether the byte is not below the patch's threshold; the others are 0
-DEVICE void compare(u32 (&c)[4], u32 steps) {
-  const u32 least = (steps >> 8) + ((c[0] + c[1] + c[2] + c[3]) >> 24 < (steps & 255));
-  const u32 four = least * 0x01010101u, some = least > 255 ? 0 : 0x80808080u;
-  UNROLL for (int j = 0; j < 4; j++) {
-    const u32 rest = (c[j] | 0x80808080u) - (four & 0x7f7f7f7fu);
-    c[j] = ((c[j] & ~four) | (~(c[j] ^ four) & rest)) & some;
+// Which pairs of a patch stay, in the upper four bits of each byte; the lower ones mean nothing. All numbers are compared
+// with the threshold at once, from their lowest bit on: where a bit is the threshold's, the bits below decide
+DEVICE u32 decide(const u32 (&c)[4], u32 steps) {
+  u32 stay = c[0] * 0x9e3779b9u < steps << 24 ? 0 : ~0u;  // where the numbers are equal: by the patch
+  UNROLL for (int half = 8; half <= 12; half += 4) {
+    UNROLL for (int j = 0; j < 4; j++) {
+      const u32 zeros = (steps >> (8 + j) & 1 ? 0 : 0x0f0f0f0fu) | (steps >> (12 + j) & 1 ? 0 : 0xf0f0f0f0u);
+      stay = (c[j] & zeros) | (stay & (c[j] | zeros));
+    }
+    if (half == 8) stay <<= 4;
   }
+  return stay;
 }
 // Of one pair
 DEVICE bool stays(u64 seed, u32 steps, int batch, int head, int query, int key) {
   u32 c[4] = {u32(key / 16 * 4 + key % 8 / 2), u32(query / 16 * 4 + query % 8 / 2), u32(head), u32(batch)};
   philox(c, seed);
-  compare(c, steps);
-  const u32 word = query % 2 ? key % 2 ? c[3] : c[2] : key % 2 ? c[1] : c[0];
-  return word >> (8 * (2 * (query / 8 % 2) + key / 8 % 2) + 7) & 1;
+  return decide(c, steps) >> (8 * (2 * (query / 8 % 2) + key / 8 % 2) + 7 - 2 * (query % 2) - key % 2) & 1;
 }
 
 // The lanes of a warp read one seed: by the shuffles the compiler knows that
@@ -45,35 +51,35 @@ DEVICE u64 read_seed(const u64* from) {
 
 // Of a tile of 64 rows and N columns: of queries and keys, or with ACROSS the other way round
 template <int N, bool ACROSS = false> struct Stay {
-  // For a thread's rows and columns 16 t + 8 k + 2 * (lane % 4) + e, row r: bit 7 - 2 (t % 4) - e of byte 2 r + k, or with
-  // ACROSS 2 k + r
+  // For a thread's rows and columns 16 t + 8 k + 2 * (lane % 4) + e, row r: bit 7 - at(t, e) of byte 2 r + k, or with ACROSS
+  // 2 k + r
   u32 bits[(N + 63) / 64];
+  static DEVICE int at(int t, int e) {
+    return ACROSS ? 4 * (t % 4 / 2) + t % 2 + 2 * e : 2 * (t % 4) + e;
+  }
 
   // `row`: the first of the warp's 16; `column`: the first, in sixteens
   DEVICE void draw(u64 seed, u32 steps, int batch, int head, int row, int column, int lane) {
+    constexpr int apart = ACROSS ? 1 : 2;  // bits, of an even row's and an odd one's
     const bool odd = lane & 4;
+    const u32 own = odd ? 0xf0f0f0f0u & ~(ACROSS ? 0xa0a0a0a0u : 0xc0c0c0c0u) : ACROSS ? 0xa0a0a0a0u : 0xc0c0c0c0u;
     UNROLL for (int i = 0; i < (N + 63) / 64; i++) bits[i] = 0;
     UNROLL for (int t = 0; t < N / 16; t += 2) {
       const bool two = t + 1 < N / 16;
       const u32 of_row = row / 4 + (lane >> 3), of_column = 4 * (opaque(column) + t + (two && odd)) + (lane & 3);
       u32 c[4] = {ACROSS ? of_row : of_column, ACROSS ? of_column : of_row, u32(head), u32(batch)};
       philox(c, seed);
-      compare(c, steps);
-      const u32 of_even = c[0] | c[ACROSS ? 2 : 1] >> 1, of_odd = c[ACROSS ? 1 : 2] | c[3] >> 1, own = odd ? of_odd : of_even;
-      if (two) {
-        const u32 other = __shfl_xor_sync(ALL, odd ? of_even : of_odd, 4);
-        bits[t / 4] |= (odd ? other : own) >> (2 * (t % 4));
-        bits[t / 4] |= (odd ? own : other) >> (2 * (t % 4) + 2);
-      } else {
-        bits[t / 4] |= own >> (2 * (t % 4));
-      }
+      const u32 mine = decide(c, steps), other = two ? __shfl_xor_sync(ALL, mine, 4) : mine;
+      // who made the patch of t + 1 has its odd row's bits where they are to be; the others come or go over to them
+      const u32 moved = __funnelshift_l(other & own, other & own, odd ? apart : two ? 32 - apart : 0);
+      bits[t / 4] |= (two ? (mine & own) | moved : moved) >> (4 * (t % 4 / 2));
       asm volatile("" : "+r"(bits[t / 4]));  // one after the other, in few registers, and where products are under way
     }
   }
   // For the two numbers of columns 8 * (i / 2) and row i % 2, packed: all bits of those that stay
   DEVICE u32 mask(int i) const {
     const int t = i / 4, byte = ACROSS ? 2 * (i / 2 % 2) + i % 2 : 2 * (i % 2) + i / 2 % 2;
-    const u32 even = bits[t / 4] << (2 * (t % 4)), odd = bits[t / 4] << (2 * (t % 4) + 1);
+    const u32 even = bits[t / 4] << at(t, 0), odd = bits[t / 4] << at(t, 1);
     u32 all;  // the highest bit of a byte, eight times
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(even), "r"(odd), "r"(0xcc88 + 0x1111 * byte));
     return all;
@@ -81,7 +87,7 @@ template <int N, bool ACROSS = false> struct Stay {
   // One of them, x, or 0: by its bit, or by half of the mask of both, which takes registers and no predicates
   DEVICE float by_bit(float x, int i, int e) const {
     const int t = i / 4, byte = ACROSS ? 2 * (i / 2 % 2) + i % 2 : 2 * (i % 2) + i / 2 % 2;
-    return bits[t / 4] & 1u << (8 * byte + 7 - 2 * (t % 4) - e) ? x : 0.f;
+    return bits[t / 4] & 1u << (8 * byte + 7 - at(t, e)) ? x : 0.f;
   }
   static DEVICE float by_mask(float x, u32 mask, int e) {
     u32 all;

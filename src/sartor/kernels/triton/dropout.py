@@ -1,7 +1,7 @@
 """Which weights of a tile stay, as sartor/kernels/dropout.py defines it: Philox once for every patch of 4 by 4 pairs.
 
-A tile's patches are compared where they are made, in a layout in which each thread has patches of its own; what goes to
-the layout of the scores is a number of 16 bits for each patch.
+A tile's patches are decided where they are made, in a layout in which each thread has patches of its own; what goes to
+the layout of the scores is a number for each patch, with a bit for each pair.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import triton.language as tl
 from sartor.kernels import dropout
 from sartor.kernels.spec import Operands
 from sartor.problem import Problem
+
+ROUNDS = tl.constexpr(dropout.ROUNDS)
+HASH = tl.constexpr(dropout.HASH)
 
 
 def argument(p: Problem, x: Operands) -> tuple[Any, ...]:
@@ -61,12 +64,14 @@ def stays(
             q, kv = tl.trans(q), tl.trans(kv)
         head, item = tl.cast(h, tl.int32) + kv * 0 + q * 0, tl.cast(b, tl.int32) + kv * 0 + q * 0
         if DROPOUT == 5:
-            words = tl.philox(seed[0], kv + q * 0 + seed[4], q + kv * 0 + seed[3], head + seed[2], item + seed[1])
+            words = tl.philox(
+                seed[0], kv + q * 0 + seed[4], q + kv * 0 + seed[3], head + seed[2], item + seed[1], ROUNDS
+            )
         else:
-            words = tl.philox(seed, kv + q * 0, q + kv * 0, head, item)
-        bits = _compared(words, (dropout[1] >> 2).to(tl.uint32))
+            words = tl.philox(seed, kv + q * 0, q + kv * 0, head, item, ROUNDS)
+        bits = _decided(words, (dropout[1] >> 2).to(tl.uint32))
         m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-        of_q, of_kv = (m & 1) * 2 + ((m >> 3) & 1) * 16, (n & 1) + ((n >> 3) & 1) * 8
+        of_q, of_kv = ((m >> 3) & 1) * 16 + 6 - (m & 1) * 2, ((n >> 3) & 1) * 8 + 1 - (n & 1)
         one = tl.full((BLOCK_M, 1), 1, tl.uint32)
         if TRANSPOSED:
             one = tl.trans(one) << of_q[None, :]
@@ -89,29 +94,23 @@ def _stay_pair_by_pair(
         q, kv = tl.trans(q), tl.trans(kv)
     q, kv = q + kv * 0, kv + q * 0
     head, item = tl.cast(h, tl.int32) + seed[2] + kv * 0, tl.cast(b, tl.int32) + seed[1] + kv * 0
-    words = tl.philox(seed[0], (kv >> 4) * 4 + ((kv & 7) >> 1), (q >> 4) * 4 + ((q & 7) >> 1), head, item)
-    steps = (dropout[1] >> 2).to(tl.uint32)
-    least = (steps >> 8) + (((words[0] + words[1] + words[2] + words[3]) >> 24) < (steps & 255)).to(tl.uint32)
-    even, odd = tl.where((kv & 1) == 0, words[0], words[1]), tl.where((kv & 1) == 0, words[2], words[3])
-    word = tl.where((q & 1) == 0, even, odd)
-    shift = (((q >> 3) & 1) * 16 + ((kv >> 3) & 1) * 8).to(tl.uint32)
-    return ((word >> shift) & 255) >= least
+    words = tl.philox(seed[0], (kv >> 4) * 4 + ((kv & 7) >> 1), (q >> 4) * 4 + ((q & 7) >> 1), head, item, ROUNDS)
+    place = ((q >> 3) & 1) * 16 + ((kv >> 3) & 1) * 8 + 7 - (q & 1) * 2 - (kv & 1)
+    return ((_decided(words, (dropout[1] >> 2).to(tl.uint32)) >> place.to(tl.uint32)) & 1) != 0
 
 
 @triton.jit
-def _compared(words, steps):
-    """Of patches, in bit 8 i + j, whether byte i of word j is not below the patch's threshold: four bytes at a time."""
-    upper = ((words[0] + words[1] + words[2] + words[3]) >> 24) < (steps & 255)
-    least = (steps >> 8) + upper.to(tl.uint32)
-    four = least * 0x01010101
-    low, inverse = four & 0x7F7F7F7F, four ^ 0xFFFFFFFF  # `~` is no operation of the interpreter's
-    bits = tl.zeros_like(least)
-    for j in tl.static_range(4):
-        x = words[j]
-        rest = (x | 0x80808080) - low  # its highest bits: whether the seven lower ones are not below
-        at_least = ((x & inverse) | ((x ^ inverse) & rest)) & 0x80808080
-        bits |= at_least >> (7 - j)
-    return tl.where(least > 255, 0, bits)
+def _decided(words, steps):
+    """Of patches, whether pairs stay, as `sartor.kernels.dropout.decided`: in the upper four bits of each byte."""
+    stay = tl.where(words[0] * HASH < (steps << 24), 0, 0xFFFFFFFF).to(tl.uint32)
+    for half in tl.static_range(2):
+        for j in tl.static_range(4):
+            lower, upper = (steps >> (8 + j)) & 1, (steps >> (12 + j)) & 1
+            zeros = (1 - lower) * 0x0F0F0F0F + (1 - upper) * 0xF0F0F0F0
+            stay = (words[j] & zeros) | (stay & (words[j] | zeros))
+        if half == 0:
+            stay = stay << 4
+    return stay
 
 
 @triton.jit
