@@ -22,13 +22,14 @@ from sartor.mods.recent import Recent
 from sartor.replay import calls
 
 COMPILER = shutil.which("cc")
+FUNCTIONS: dict[tuple[str, tuple[int, ...]], Any] = {}  # of all stubs: kernels keep their handles
 
 
 class Stub:
     """What the driver was told."""
 
     def __init__(self, library: Any) -> None:
-        self.library, self.sizes = library, {}
+        self.library = library
         library.stub_told.restype = ctypes.c_void_p
 
     def told(self) -> bytes:
@@ -40,7 +41,7 @@ class Stub:
 
     def function(self, name: str, *sizes: int) -> int:
         """A handle of a kernel whose parameters take so many bytes each: the same one when asked again."""
-        made = self.sizes.setdefault((name, sizes), (ctypes.c_uint * (1 + len(sizes)))(len(sizes), *sizes))
+        made = FUNCTIONS.setdefault((name, sizes), (ctypes.c_uint * (1 + len(sizes)))(len(sizes), *sizes))
         return ctypes.addressof(made)
 
     def load(self, kernel: Any, device: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from importlib import metadata as packages
 from typing import Any, NamedTuple
@@ -138,7 +137,8 @@ class Direct:
                 for place in path:
                     value = value[place]
                 fixed[i] = ctypes.c_float(value).value if letter == "f" else value
-        same.step = replace(self.step, fixed=fixed, grid=(grid, 1, 1))
+        letters, _, given, function, kernel, _, block, shared = self.step
+        same.step = driver.Step(letters, fixed, given, function, kernel, (grid, 1, 1), block, shared)
         same.launches = driver.Launches(same.step)
         return same
 
@@ -176,7 +176,9 @@ class Direct:
     def among(self, places: Mapping[Any, int]) -> driver.Step:
         """The launch as one of several that share values: `places` has theirs by names of arguments, or, of what is
         inside of a tuple, by (name, *path)."""
-        return replace(self.step, given=tuple(places[(name, *path) if path else name] for name, path in self.changing))
+        letters, fixed, _, function, kernel, grid, block, shared = self.step
+        given = tuple([places[(name, *path) if path else name] for name, path in self.changing])
+        return driver.Step(letters, fixed, given, function, kernel, grid, block, shared)
 
 
 def _found(compiled: Any, arguments: dict[str, Any]) -> list[Leaf]:

@@ -12,7 +12,6 @@ import itertools
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -71,8 +70,10 @@ def context() -> int:
     return found.value or 0
 
 
-@dataclass(frozen=True)
-class Step:
+NONE: Mapping[int, Any] = {}
+
+
+class Step(NamedTuple):
     """One launch.
 
     Args:
@@ -86,7 +87,7 @@ class Step:
     """
 
     letters: Sequence[str]
-    fixed: Mapping[int, Any] = field(default_factory=dict)
+    fixed: Mapping[int, Any] = NONE
     given: tuple[int, ...] | None = None
     function: int = 0
     name: str = ""
@@ -99,18 +100,14 @@ class Step:
         """What its values' places depend on."""
         return self.letters, tuple(self.fixed), self.given
 
-    @property
-    def taken(self) -> dict[int, int]:
-        """The value that each parameter takes which is not fixed, both by their numbers."""
-        return _taken(*self.form)
-
     def refused(self, why: str, grid: Grid | None = None) -> str:
         """That the driver did not launch it, on another grid if one is given."""
         shape = f"grid {grid or self.grid}, block {self.block}, {self.shared} bytes of shared memory"
         return f"{self.name} ({shape}) did not launch: {why}"
 
 
-def _taken(letters: Sequence[str], fixed: tuple[int, ...], given: tuple[int, ...] | None) -> dict[int, int]:
+def taken(letters: Sequence[str], fixed: tuple[int, ...], given: tuple[int, ...] | None) -> dict[int, int]:
+    """The value that each parameter of a launch takes which is not fixed, both by their numbers."""
     changing = [i for i in range(len(letters)) if i not in fixed]
     return dict(zip(changing, range(len(changing)) if given is None else given, strict=True))
 
@@ -124,7 +121,7 @@ class _Config(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Where values lie in a frame, for launches of these forms; launches of another length have the same."""
 
     changing: struct.Struct  # what each call writes
@@ -134,7 +131,7 @@ class _Layout(NamedTuple):
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def of(forms: tuple[Form, ...], count: int) -> _Layout:
+    def of(forms: tuple[Form, ...], count: int) -> Layout:
         """For `count` values a call, or as many as are taken; one that no launch takes passes for a pointer.
 
         Raises TypeError where parameters of different sizes would take one value.
@@ -142,7 +139,7 @@ class _Layout(NamedTuple):
         found: dict[int, str] = {}
         takes = []
         for letters, fixed, given in forms:
-            takes.append(_taken(letters, fixed, given))
+            takes.append(taken(letters, fixed, given))
             for i, place in takes[-1].items():
                 if found.setdefault(place, letters[i]) != letters[i]:
                     raise TypeError(f"value {place} cannot be taken as {letters[i]} and as {found[place]}")
@@ -151,22 +148,16 @@ class _Layout(NamedTuple):
         ends = list(itertools.accumulate(map(size, [*codes, *rest]), initial=0))
         after = iter(ends[len(codes) :])
         places = []
-        for (letters, fixed, _), taken in zip(forms, takes, strict=True):
-            at = {i: ends[place] for i, place in taken.items()} | {i: next(after) for i in fixed}
+        for (letters, fixed, _), places_of in zip(forms, takes, strict=True):
+            at = {i: ends[place] for i, place in places_of.items()} | {i: next(after) for i in fixed}
             places.append([at[i] for i in range(len(letters))])
-        return _Layout(
+        return Layout(
             _packed(codes), _packed(rest), tuple(places), tuple(ctypes.c_void_p * len(at) for at in places)
         )  # fmt: skip
 
 
 def _packed(letters: Sequence[str]) -> struct.Struct:
     return struct.Struct("=" + "".join(letters).replace("P", "Q"))
-
-
-def frame_bytes(steps: Sequence[Step], count: int = 0) -> int:
-    """Of the values in a frame of these launches."""
-    layout = _Layout.of(tuple([step.form for step in steps]), count)
-    return layout.changing.size + layout.fixed.size
 
 
 class Frame:
@@ -176,7 +167,7 @@ class Frame:
     """
 
     def __init__(self, steps: Sequence[Step], count: int = 0) -> None:
-        layout = _Layout.of(tuple([step.form for step in steps]), count)
+        layout = Layout.of(tuple([step.form for step in steps]), count)
         self.packer, split = layout.changing, layout.changing.size
         self.values = ctypes.create_string_buffer(split + layout.fixed.size)
         layout.fixed.pack_into(self.values, split, *[value for step in steps for value in step.fixed.values()])

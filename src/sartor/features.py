@@ -101,7 +101,7 @@ WORDS: dict[str, str] = {  # what a kernel without the feature says; fields of `
 }
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def of(p: Problem) -> frozenset[str]:
     """The features that a problem asks for."""
     return frozenset(feature for rule in RULES.values() if (feature := rule(p)))
@@ -109,7 +109,7 @@ def of(p: Problem) -> frozenset[str]:
 
 def missing(p: Problem, served: frozenset[str]) -> list[str]:
     """Sentences on the features of a problem that are not among those served; none where all are."""
-    return [_sentence(p, feature, served) for feature in sorted(of(p) - served)]
+    return [_sentence(p, feature, served) for feature in sorted(of(p.kind) - served)]
 
 
 def _sentence(p: Problem, feature: str, served: Iterable[str]) -> str:

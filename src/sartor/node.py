@@ -111,16 +111,11 @@ def alone(prepared: ops.Prepared) -> bool:
 class Native:
     """A plan of which autograd has to keep q, k, v and the results, and nothing else."""
 
-    __slots__ = ("handle", "operator", "plain", "work")
+    __slots__ = ("device", "handle", "operator", "work")
 
     def __init__(self, prepared: ops.Prepared, layout: str, device: torch.device) -> None:
-        self.operator, self.work = operator(), Work(prepared, layout)
-        shapes: list[Any] = [(0,), (0,) if self.work.calls is None else self.work.calls.shape]
-        with torch.inference_mode(False):  # whose tensors no node may save
-            handles: Any = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
-        for handle in handles:
-            handle.of_sartor = self.work
-        self.plain, self.handle = handles
+        self.operator, self.work, self.device = operator(), Work(prepared, layout), device
+        self.handle: Any = None  # for C, once autograd follows a call
 
     @classmethod
     def of(cls, prepared: ops.Prepared, layout: str, device: torch.device) -> Native | None:
@@ -133,8 +128,17 @@ class Native:
             return self.work.forward(q, k, v, False)[0]
         if hooked():
             return None
+        if self.handle is None:
+            self.handle = self._made((0,) if self.work.calls is None else self.work.calls.shape)
         unseen = self.work.mends and direct.hooked()  # by C, who wants to hear of Triton's launches
-        return self.operator(q, k, v, attn_mask=self.plain if unseen else self.handle)[0]  # type: ignore[no-any-return]
+        return self.operator(q, k, v, attn_mask=self._made((0,)) if unseen else self.handle)[0]  # type: ignore[no-any-return]
+
+    def _made(self, shape: tuple[int, ...]) -> Any:
+        """An empty tensor that brings the work along."""
+        with torch.inference_mode(False):  # whose tensors no node may save
+            found: Any = torch.empty(shape, dtype=torch.float32, device=self.device)
+        found.of_sartor = self.work
+        return found
 
 
 def operator() -> Any:

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -244,6 +245,8 @@ class Parameters(Protocol):
     @property
     def codes(self) -> tuple[str, ...]: ...
 
+    def __hash__(self) -> int: ...  # by identity
+
 
 class Kernel:
     """One kernel of a binary, ready to launch on any device of its architecture.
@@ -261,9 +264,8 @@ class Kernel:
     ) -> None:
         self.binary, self.name, self.params, self.block, self.shared = binary, params.kernel, params, block, shared
         self.fixed = fixed or {}
-        self.changing = [name for name in params.types if name not in self.fixed]
+        self.changing, self._fixed, self._handles = _alike(binary, params, shared, tuple(self.fixed))
         self._launches: dict[int, driver.Launches] = {}  # by device
-        self._handles: dict[int, int] = {}
 
     def launch(self, grid: int | tuple[int, int, int], values: Mapping[str, Any], stream: int | None = None) -> None:
         """Launch with `values` by name on `stream` (a raw handle), by default torch's current stream of the device.
@@ -282,7 +284,7 @@ class Kernel:
 
     def step(self, device: int, grid: tuple[int, int, int], given: tuple[int, ...] | None = None) -> driver.Step:
         """A launch on a device; `given` as of `driver.Step`, in the order of `changing`."""
-        fixed = {i: self.fixed[name] for i, name in enumerate(self.params.types) if name in self.fixed}
+        fixed = dict(zip(self._fixed.values(), map(self.fixed.__getitem__, self._fixed), strict=True))
         handle = self._handles.get(device) or self._load(device)
         return driver.Step(self.params.codes, fixed, given, handle, self.name, grid, self.block, self.shared)
 
@@ -303,6 +305,16 @@ class Kernel:
                 raise LaunchError(f"{self.name} needs {self.shared} bytes of shared memory a block: {status.name}")
             self._handles[device] = found
             return found
+
+
+@lru_cache(maxsize=1024)
+def _alike(
+    binary: Binary, params: Parameters, shared: int, fixed: tuple[str, ...]
+) -> tuple[list[str], dict[str, int], dict[int, int]]:
+    """What launches have in common that differ in numbers alone, as those of other lengths do: the names of values that
+    change with each call, the places of fixed ones by name, and the driver's handles by device."""
+    places = {name: i for i, name in enumerate(params.types) if name in fixed}
+    return [name for name in params.types if name not in places], places, {}
 
 
 # Enumerators of cuda.h, whose names they have
@@ -328,7 +340,7 @@ class TensorMaps(dict[int, bytes]):
     @property
     def arguments(self) -> list[MapArguments]:
         """What the driver is given of each, beside the map and the address."""
-        return [_map_arguments(*self.operand, *box) for box in self.boxes]
+        return [MapArguments.of(*self.operand, *box) for box in self.boxes]
 
     def __missing__(self, address: int) -> bytes:
         if len(self) >= self.MOST:
@@ -354,10 +366,12 @@ def tensor_map(
 
     Reads beyond `sizes` give zeros. Raises LaunchError with the arguments where the driver refuses them.
     """
-    given = _map_arguments(dtype, sizes, strides, box, swizzle, promotion)
+    given = MapArguments.of(dtype, sizes, strides, box, swizzle, promotion)
+    wide, narrow = ctypes.c_uint64, ctypes.c_uint32
     room = ctypes.create_string_buffer(128 + MAP_ALIGNMENT)
-    start = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-    arguments = start, given.kind, given.rank, address, *given.rest
+    start, rank = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT, len(sizes)
+    arrays = (wide * rank)(*sizes), (wide * len(strides))(*strides), (narrow * rank)(*box), (narrow * rank)(*[1] * rank)
+    arguments = start, given.dtype, rank, address, *arrays, *given.options
     status = driver.library().cuTensorMapEncodeTiled(*arguments)
     if status == driver.NO_CONTEXT:  # a thread of autograd's, whose maps come before its first launch
         driver.bind()
@@ -369,21 +383,20 @@ def tensor_map(
 
 
 class MapArguments(NamedTuple):
-    """What cuTensorMapEncodeTiled takes beside the map and the address."""
+    """What cuTensorMapEncodeTiled takes of numbers, beside an element's step in each dim, which is 1."""
 
-    kind: int
-    rank: int
-    rest: tuple[Any, ...]
+    dtype: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    options: tuple[int, ...]  # interleave, swizzle, promotion, what is read beyond
 
-
-@lru_cache(maxsize=1024)
-def _map_arguments(
-    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int,
-    promotion: int = 256,
-) -> MapArguments:  # fmt: skip
-    """They stay while addresses change, with every call of a training step."""
-    rank, wide, narrow = len(sizes), ctypes.c_uint64, ctypes.c_uint32
-    aligned = all(n % 32 == 0 for n in strides)  # where rows do not start on sectors, fetching more around them costs
-    arrays = (wide * rank)(*sizes), (wide * len(strides))(*strides), (narrow * rank)(*box), (narrow * rank)(*[1] * rank)
-    options = _INTERLEAVE_NONE, _SWIZZLES[swizzle], _PROMOTIONS[promotion if aligned else 64], _ZEROS_BEYOND
-    return MapArguments(_MAP_DTYPES[dtype], rank, (*arrays, *options))
+    @classmethod
+    def of(
+        cls, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int,
+        promotion: int = 256,
+    ) -> MapArguments:  # fmt: skip
+        """As of `tensor_map`. Where rows do not start on sectors, fetching more around them costs."""
+        aligned = math.gcd(32, *strides) == 32
+        options = _INTERLEAVE_NONE, _SWIZZLES[swizzle], _PROMOTIONS[promotion if aligned else 64], _ZEROS_BEYOND
+        return cls(_MAP_DTYPES[dtype], sizes, strides, box, options)

@@ -97,7 +97,9 @@ class Prepared:
 
 def own(plan: Plan) -> Plan:
     """The plan with a cache of its own: what a kernel keeps there fits the strides of one call key only."""
-    return replace(plan, cache={})
+    found = object.__new__(Plan)
+    found.__dict__.update(plan.__dict__, cache={})
+    return found
 
 
 PREPARED = Recent(2048)  # by call key; a plan keeps some ten kilobytes: launches, frames, tensor maps
@@ -112,7 +114,7 @@ def prepare(call: Call) -> Prepared:
         Problem.of(call)
         raise
     if found is None:
-        problem, template = Problem.parse(call)
+        problem, template = Problem.parse_kind(call, key)
         device = Device.of(call.q.device)
         forward = own(choose(problem, device))
         if sentence := advice(problem, device, forward):

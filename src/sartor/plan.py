@@ -13,7 +13,7 @@ import torch
 from sartor import features, kernels, nvrtc
 from sartor.device import Device
 from sartor.errors import Unsupported
-from sartor.kernels.spec import Plan
+from sartor.kernels.spec import KernelSpec, Plan, length_class
 from sartor.problem import Problem
 from sartor.replay.calls import told
 from sartor.tuning import table
@@ -43,16 +43,31 @@ def choose_backward(p: Problem, dev: Device) -> Plan:
 
 
 def _first(names: tuple[str, ...], p: Problem, dev: Device) -> Plan:
-    refused, plan = _walk(names, p, dev)
-    if plan is None:
-        raise Unsupported(p, refused)
-    return plan
+    alike, missing = length_class(p), nvrtc.missing() if dev.arch == 90 else ""
+    for name in names:
+        if not _against_class(name, alike, dev, missing):
+            spec = kernels.load(name)
+            if not spec.why_no_length(p, dev):
+                return _plan(spec, p, dev)
+    raise Unsupported(p, _walk(names, p, dev)[0])
+
+
+@lru_cache(maxsize=1024)
+def _against_class(name: str, p: Problem, dev: Device, missing: str) -> bool:
+    """Whether there are reasons against a kernel for all lengths of a class; `missing` is what the compiler lacks."""
+    spec = kernels.load(name)
+    return bool(features.missing(p, spec.features) or spec.why_not(p, dev))
+
+
+def _plan(spec: KernelSpec, p: Problem, dev: Device) -> Plan:
+    tile, source = table.lookup(spec, p, dev)
+    return Plan(spec, p, dev, tile, source)
 
 
 def against(name: str, p: Problem, dev: Device) -> list[str]:
     """The reasons against a kernel in words: features that it does not name, else numbers it cannot serve; or none."""
     spec = kernels.load(name)
-    return features.missing(p, spec.features) or spec.why_not(p, dev)
+    return features.missing(p, spec.features) or spec.why_not(p, dev) or spec.why_no_length(p, dev)  # type: ignore[no-any-return]
 
 
 def _walk(names: tuple[str, ...], p: Problem, dev: Device) -> tuple[dict[str, list[str]], Plan | None]:
@@ -61,9 +76,7 @@ def _walk(names: tuple[str, ...], p: Problem, dev: Device) -> tuple[dict[str, li
     for name in names:
         why = against(name, p, dev)
         if not why:
-            spec = kernels.load(name)
-            tile, source = table.lookup(spec, p, dev)
-            return refused, Plan(spec, p, dev, tile, source)
+            return refused, _plan(kernels.load(name), p, dev)
         refused[name] = why
     return refused, None
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
 
 from sartor.checks import (
     LAYOUTS,
+    PLAIN,
     boolean,
     dense,
     known_layout,
@@ -25,7 +26,8 @@ from sartor.checks import (
 from sartor.mods import masks, scores
 from sartor.mods.core import Mask, Mod, Score, unnamed
 from sartor.mods.program import Program
-from sartor.mods.tracing import four_dims, resolve
+from sartor.mods.recent import Recent
+from sartor.mods.tracing import AuxValue, four_dims, resolve
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DIM = 512
@@ -137,7 +139,7 @@ def extra_key(x: Any) -> Any:
     return (x.handle, tuple(extra_key(t) for t in x.tensors)) if isinstance(x, Mod) else x
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """One attention call, without its data.
 
@@ -180,6 +182,32 @@ class Problem:
     @classmethod
     def parse(cls, call: Call) -> tuple[Problem, Template]:
         """The problem of a call, and the template of its aux values: the mods are built and traced here, once."""
+        return cls._parse(call)[:2]
+
+    @classmethod
+    def parse_kind(cls, call: Call, key: tuple[Any, ...]) -> tuple[Problem, Template]:
+        """The same of a call with this key; once for all lengths, where q, k and v are all there is, without gaps."""
+        q, k, v, at = call.q, call.k, call.v, 1 if call.layout == "bshd" else 2
+        plain = q.__class__ in PLAIN and k.__class__ in PLAIN and v.__class__ in PLAIN and q.dim() == k.dim() == 4
+        alone = call.bias is None and call.mask is None and call.score is None and call.alibi_slopes is None
+        alone = alone and call.sinks is None and call.dropout_seed is None
+        # of such head dims rows start on 16 bytes, whatever the lengths are
+        if not (plain and alone and v.dim() == 4 and q.shape[3] % 8 == v.shape[3] % 8 == 0):
+            return cls.parse(call)
+        sq, skv, lie = q.shape[at], k.shape[at], (_lies(q, at), _lies(k, at), _lies(v, at))
+        if sq < 2 or skv < 2 or v.shape[at] != skv or None in lie:
+            return cls.parse(call)
+        kind = *lie, *key[6:]
+        known = _PARSED.get(kind)
+        if known is None:
+            problem, _, values = cls._parse(call)
+            known = problem.kind, values
+            _PARSED.add(kind, known)
+        problem, values = known
+        return problem.of_lengths(sq, skv), tuple([resolve(value, sq, skv) for value in values])
+
+    @classmethod
+    def _parse(cls, call: Call) -> tuple[Problem, Template, tuple[AuxValue, ...]]:
         call = call.bshd()
         _check_tensors(call)
         b, sq, hq, d = call.q.shape
@@ -208,7 +236,31 @@ class Problem:
             dropout_p=call.dropout_p,
             dropout_numbers=0 if not call.dropout_p else 1 if call.dropout_seed is None else call.dropout_seed.numel(),
         )  # fmt: skip
-        return problem, template
+        return problem, template, values
+
+    @cached_property
+    def kind(self) -> Problem:
+        """The problem with lengths that stand for all others. What does not depend on them is found once, by this."""
+        stands = self.of_lengths(1, 1)
+        found: Problem | None = _KINDS.get(stands)
+        if found is None:
+            _KINDS.add(stands, found := stands)
+            stands.__dict__["kind"] = stands
+        return found
+
+    def of_lengths(self, seqlen_q: int, seqlen_kv: int) -> Problem:
+        """The same problem with other lengths."""
+        found = object.__new__(Problem)
+        found.__dict__.update(self.__dict__, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+        found.__dict__["_hash"] = None
+        return found
+
+    def __hash__(self) -> int:
+        known = self.__dict__
+        found: int | None = known.get("_hash")  # which caches ask for again and again
+        if found is None:
+            found = known["_hash"] = hash(tuple(map(known.__getitem__, self.__dataclass_fields__)))
+        return found
 
     @property
     def group(self) -> int:
@@ -236,6 +288,10 @@ class Problem:
         )
 
 
+_KINDS = Recent(1024)
+_PARSED = Recent(256)  # a problem, and aux values for all lengths, by what calls of its kind have in common
+
+
 def mask_class(p: Problem) -> str:
     """`full` without a mask or score, `band` where a row attends to all keys up to one of them, as with a causal mask,
     `window` where it attends to any interval of keys, `tensor` where a bias, mask or table is read for every pair of
@@ -249,6 +305,13 @@ def mask_class(p: Problem) -> str:
     if not p.program.is_interval:
         return "mods"
     return "window" if p.program.has_lower_end else "band"
+
+
+def _lies(t: torch.Tensor, at: int) -> tuple[int, ...] | None:
+    """Of a tensor without gaps the dims but for its length, which is at a place, and which one is outer; else None."""
+    outer = t.is_contiguous() or (0 if t.transpose(1, 2).is_contiguous() else None)
+    b, *of, d = t.shape
+    return None if outer is None else (b, of[2 - at], d, outer)
 
 
 def without_gaps(t: torch.Tensor) -> bool:

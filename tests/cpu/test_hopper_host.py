@@ -509,7 +509,7 @@ def calls_of_python(function):
     return count
 
 
-@pytest.mark.parametrize(("causal", "forward", "both"), [(False, 850, 1750), (True, 950, 1900)])
+@pytest.mark.parametrize(("causal", "forward", "both"), [(False, 400, 700), (True, 460, 920)])
 def test_a_length_not_seen_before(driver, backward, causal, forward, both):
     """What the host does of one, in calls of functions: results that all lengths share are not made again."""
     counts = {}

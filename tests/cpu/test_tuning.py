@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sartor import kernels, mods
 from sartor.device import ARCHITECTURES
-from sartor.kernels.spec import Tile, _legal, legal
+from sartor.kernels.spec import Tile, legal, legal_of_class
 from sartor.lab.measure import search
 from sartor.plan import choose, choose_backward
 from sartor.problem import Call, Problem, mask_class
@@ -196,7 +196,7 @@ def test_a_class_of_lengths_has_the_tiles_of_each(lengths, heads, dim, batch, op
 def test_a_new_length_searches_nothing(monkeypatch, dtype, options):
     """Tiles are enumerated for classes of lengths, of which a thousand lengths have a few dozen."""
     counts = Counter()
-    _legal.cache_clear()
+    legal_of_class.cache_clear()
     for name in PLANNED:
         spec = type(kernels.load(name))
 
@@ -210,6 +210,6 @@ def test_a_new_length_searches_nothing(monkeypatch, dtype, options):
         p = Problem.of(Call(q, q, q, **options))
         choose.__wrapped__(p, DEVICE)
         choose_backward.__wrapped__(p, DEVICE)
-    _legal.cache_clear()
+    legal_of_class.cache_clear()
     assert counts
     assert max(counts.values()) <= 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -107,7 +108,12 @@ class KernelSpec:
     run: Callable[..., Any]
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
-        """Sentences with both numbers, of a problem whose features are served; none when the kernel can run."""
+        """Sentences with both numbers, of a problem whose features are served; none when the kernel can run. There are
+        some of all lengths of a class (`length_class`), or of none."""
+        return []
+
+    def why_no_length(self, p: Problem, dev: Device) -> list[str]:
+        """The same of what depends on more of lengths, where `why_not` says nothing."""
         return []
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
@@ -143,28 +149,33 @@ class KernelSpec:
 FEW = (1, 2, 3, 8, 16, 24)  # slices of 64 queries of a group, from which on a kernel's tiles may be others
 
 
-@lru_cache(maxsize=1024)
 def length_class(p: Problem) -> Problem:
     """The problem with lengths that stand for its own: every length has the legal tiles of one of few classes. Of
     queries the slices of 64 tell, and how many share one; of keys whether they fill tiles of a power of two."""
     sq, skv, slices = p.seqlen_q, p.seqlen_kv, -(-p.seqlen_q // 64)
     if sq > 64:
-        least = max(n for n in FEW if n <= slices * p.group)
-        queries = 64 * max(2, -(-least // p.group))
+        group = p.group
+        queries = 64 * max(2, -(-FEW[bisect(FEW, slices * group) - 1] // group))
     else:
         queries = sq and 1 << (sq - 1).bit_length()
     even = math.gcd(skv, 128)
     keys = skv if skv <= 1 else 128 + (even if even >= 16 else 1) % 128
-    return replace(p, batch=min(p.batch, 1), seqlen_q=queries, seqlen_kv=keys)
+    return _of_class(p.kind, queries, keys)
+
+
+@lru_cache(maxsize=1024)
+def _of_class(kind: Problem, queries: int, keys: int) -> Problem:
+    return replace(kind, batch=min(kind.batch, 1), seqlen_q=queries, seqlen_kv=keys)
 
 
 def legal(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile, ...]:
     """The kernel's tiles, enumerated once for a class of lengths."""
-    return _legal(spec, length_class(p), dev)  # type: ignore[arg-type] # kernels are by identity
+    return legal_of_class(spec, length_class(p), dev)  # type: ignore[arg-type] # kernels are by identity
 
 
 @lru_cache(maxsize=1024)
-def _legal(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile, ...]:
+def legal_of_class(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile, ...]:
+    """The same of what is `length_class` of others."""
     return tuple(spec.tiles(p, dev))
 
 

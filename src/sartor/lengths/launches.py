@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +45,7 @@ class Launch(NamedTuple):
             return None
         (step,), count = opened.launches.steps, len(self.tensors)
         fixed = {count + i: n for i, n in enumerate(self.numbers)} | dict(step.fixed)
-        return replace(step, fixed=fixed, given=given, grid=(self.grid, 1, 1))
+        return step._replace(fixed=fixed, given=given, grid=(self.grid, 1, 1))
 
 
 def launch(one: Launch) -> None:

@@ -8,6 +8,7 @@ hand all other calls to Python's kernels of the operator.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +21,8 @@ from sartor import driver
 from sartor.replay import library
 from sartor.replay.lists import Replayed
 
-MARK, TENSORS, MADE = 0x5A, 6, 4  # as replay.c has them
+MARK, TENSORS, MADE, DIMS = 0x5A, 6, 4, 4  # as replay.c has them
+NOTHING = (0,) * (3 + 2 * DIMS)  # in the place of a tensor's layout
 DTYPES = ("float16", "bfloat16", "float32")
 OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
 PYTHONS_FORWARD = "PrivateUse3"  # the key of Python's kernel where C has that of the tensors' backend; nobody else's
@@ -45,21 +47,8 @@ class _Torch(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Layout(ctypes.Structure):
-    _fields_ = [
-        ("dim", ctypes.c_int64), ("sizes", ctypes.c_int64 * 4), ("strides", ctypes.c_int64 * 4),
-        ("dtype", ctypes.c_int32), ("device", ctypes.c_int32),
-    ]  # fmt: skip
-
-
-class _Call(ctypes.Structure):
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("next", "list", "context", "stream", "kept")],
-        ("given", _Layout * TENSORS), ("made", _Layout * MADE), ("given_at", ctypes.c_int32 * TENSORS),
-        ("made_at", ctypes.c_int32 * MADE), ("kept_at", ctypes.c_int32), ("given_count", ctypes.c_int32),
-        ("made_count", ctypes.c_int32), ("returned", ctypes.c_int32), ("device_type", ctypes.c_int32),
-        ("deterministic", ctypes.c_int32),
-    ]  # fmt: skip
+# replay.c's `Call`: addresses, layouts of what is given and made, their places, counts and settings
+CALL = struct.Struct(f"=5Q{(TENSORS + MADE) * '9q2i'}{TENSORS + MADE + 6}i")
 
 
 class _First(ctypes.Structure):
@@ -76,6 +65,12 @@ class Kind:
     made: tuple[int, ...]
     returned: int
     kept: int = 0
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """As replay.c has them."""
+        given, made = self.given, self.made
+        return *given, *[0] * (TENSORS - len(given)), *made, *[0] * (MADE - len(made))
 
 
 FORWARD = Kind("forward", (0, 1, 2), (3, 4), 2, 6)  # q, k, v; out, lse; no sinks
@@ -100,14 +95,15 @@ class Calls:
         others = self._kept[kind.name]
         if len(others) >= self.MOST:
             return
-        call = _Call(
-            list=launches.at, context=driver.context(), stream=stream, kept=kept if kept is None else kept.data_ptr(),
-            given=(_Layout * TENSORS)(*map(_layout, given)), made=(_Layout * MADE)(*map(_layout, made)),
-            given_at=(ctypes.c_int32 * TENSORS)(*kind.given), made_at=(ctypes.c_int32 * MADE)(*kind.made),
-            kept_at=kind.kept, given_count=len(given), made_count=len(made), returned=kind.returned,
-            device_type=_functions().of_device(given[0].device.type),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
+        numbers = [0, launches.at, driver.context(), stream, 0 if kept is None else kept.data_ptr()]
+        for tensors, most in ((given, TENSORS), (made, MADE)):
+            for t in tensors:
+                numbers += _layout(t)
+            numbers += NOTHING * (most - len(tensors))
+        numbers += kind.places
+        numbers += kind.kept, len(given), len(made), kind.returned, _functions().of_device(given[0].device.type)
+        call = (ctypes.c_char * CALL.size)()
+        CALL.pack_into(call, 0, *numbers, torch.are_deterministic_algorithms_enabled())
         others.append((call, launches, kept))
         first = ctypes.addressof(self._first) + getattr(_First, kind.name).offset
         library.loaded().sartor_add(first, ctypes.addressof(call))
@@ -190,8 +186,9 @@ def told() -> str:
     return "C makes the launches of a call; where autograd follows q, k and v alone, later calls run without Python"
 
 
-def _layout(t: torch.Tensor) -> _Layout:
-    wide, index = ctypes.c_int64 * 4, t.device.index
-    strides = (1,) if t.dim() == 1 else t.stride()  # of a workspace that is one number, expanded
-    dtype = _functions().dtypes[t.dtype]
-    return _Layout(t.dim(), wide(*t.shape), wide(*strides), dtype, -1 if index is None else index)
+def _layout(t: torch.Tensor) -> tuple[int, ...]:
+    """Numbers of replay.c's `Layout`."""
+    shape, index = t.shape, t.device.index
+    strides = (1,) if len(shape) == 1 else t.stride()  # of a workspace that is one number, expanded
+    rest = (0,) * (DIMS - len(shape))
+    return len(shape), *shape, *rest, *strides, *rest, _functions().dtypes[t.dtype], -1 if index is None else index

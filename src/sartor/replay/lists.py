@@ -1,11 +1,15 @@
-"""Lists of launches as replay.c reads them, and the values of a call: those it is given, and those made of them."""
+"""Lists of launches as replay.c reads them, and the values of a call: those it is given, and those made of them.
+
+Another length has a list with other numbers in the same places: what does not depend on them, its form, is made once.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from sartor import driver
@@ -13,39 +17,52 @@ from sartor.driver import LaunchError
 from sartor.nvrtc import TensorMaps
 from sartor.replay import library
 
-FRAME, PARAMETERS, MAP = 16384, 128, 128  # as replay.c has them
+FRAME, PARAMETERS, MAP, RANK = 16384, 128, 128, 5  # as replay.c has them
+LIST, STEP = "7Q5I4x", "2Q6I"  # its structs, as `struct` has them
 
 
-@dataclass(frozen=True)
-class At:
+class At(NamedTuple):
     """An address so many bytes after a given one."""
 
     source: int
     offset: int
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What is the same in lists of one form."""
+        return At, self.source
 
     def of(self, given: Sequence[int]) -> int:
         """Of a call."""
         return given[self.source] + self.offset
 
 
-@dataclass(frozen=True)
-class Mapped:
+class Mapped(NamedTuple):
     """Tensor maps of a given address, side by side."""
 
     source: int
     maps: TensorMaps
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """As of `At`."""
+        return Mapped, self.source, len(self.maps.boxes), len(self.maps.operand[1])
 
     def of(self, given: Sequence[int]) -> bytes:
         """Of a call."""
         return self.maps[given[self.source]]
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """Bytes in which given addresses stand: pairs of a place and a source."""
 
     content: bytes
     places: tuple[tuple[int, int], ...]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """As of `At`."""
+        return Record, self.places
 
     def of(self, given: Sequence[int]) -> bytes:
         """Of a call."""
@@ -58,94 +75,109 @@ class Record:
 Made = At | Mapped | Record
 
 
-class _Step(ctypes.Structure):
-    _fields_ = [
-        ("function", ctypes.c_void_p), ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint), ("shared", ctypes.c_uint),
-        ("count", ctypes.c_uint), ("places", ctypes.c_void_p),
-    ]  # fmt: skip
+def _map(rank: int) -> str:
+    """A struct of replay.c's."""
+    rest = RANK - rank
+    return f"{rank}Q{8 * rest}x{rank - 1}Q{8 * rest}x{rank}I{4 * rest}x8I4x"
 
 
-class _Address(ctypes.Structure):
-    _fields_ = [("place", ctypes.c_uint), ("source", ctypes.c_uint), ("offset", ctypes.c_int64)]
+class _Form:
+    """What lists of launches of these forms have in common: where parameters lie, and what is written there."""
+
+    def __init__(self, forms: tuple[driver.Form, ...], given: int, kinds: tuple[tuple[Any, ...], ...]) -> None:
+        layout = driver.Layout.of(forms, given + len(kinds))
+        self.why, places = _why_not(forms, layout, (*[(At, i) for i in range(given)], *kinds)), dict[int, int]()
+        if self.why:
+            return
+        for form, found in zip(forms, layout.places, strict=True):
+            places |= {value: found[i] for i, value in driver.taken(*form).items()}
+        # of what is made the numbers, of maps and records with their places too
+        self.offsets, self.maps, self.records = list[int](), list[tuple[int, int]](), list[tuple[int, int]]()
+        first, others, ranks = list[int](), list[int](), list[int]()  # addresses: places and sources
+        for value, place in places.items():
+            i = value - given
+            kind, source, *more = kinds[i] if i >= 0 else (None, value)
+            if kind is At:
+                self.offsets.append(i)
+                first += place, source
+            elif kind is Mapped:
+                self.maps.append((i, place))
+                ranks += [more[1]] * more[0]
+            elif kind is Record:
+                self.records.append((i, place))
+                others += [x for inside, of in source for x in (place + inside, of)]
+            else:
+                others += place, source
+        self._kept = [(ctypes.c_uint * len(found))(*found) for found in (*layout.places, first + others)]
+        *self.places, self.addresses = [(ctypes.addressof(array), len(array)) for array in self._kept]
+        parts = LIST, STEP * len(forms), "q" * len(self.offsets), "".join(map(_map, ranks))
+        self.begins = [*itertools.accumulate(struct.calcsize(f"={part}") for part in parts)]
+        self.counts = len(forms), len(self.offsets), len(ranks), layout.changing.size + layout.fixed.size
+        fixed = layout.fixed.format.removeprefix("=")
+        self.struct = struct.Struct(f"={''.join(parts)}{layout.changing.size}x{fixed}")
+        self.pack, self.type = struct.Struct(f"={given}Q").pack, ctypes.c_char * self.struct.size
+
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def of(forms: tuple[driver.Form, ...], given: int, kinds: tuple[tuple[Any, ...], ...]) -> _Form:
+        """Made once."""
+        return _Form(forms, given, kinds)
 
 
-class _Map(ctypes.Structure):
-    _fields_ = [
-        *[(name, ctypes.c_uint) for name in ("place", "source", "dtype", "rank")],
-        *[(name, ctypes.c_void_p) for name in ("sizes", "strides", "box", "steps")],
-        *[(name, ctypes.c_uint) for name in ("interleave", "swizzle", "promotion", "beyond")],
-    ]
+def _why_not(forms: tuple[driver.Form, ...], layout: driver.Layout, kinds: tuple[tuple[Any, ...], ...]) -> str:
+    """Why Python makes launches of these forms one by one, in a sentence, or an empty string."""
+    size, most = layout.changing.size + layout.fixed.size, max(map(len, layout.places))
+    if size > FRAME or most > PARAMETERS:
+        return f"needs {FRAME} bytes and {PARAMETERS} parameters a launch at most, got {size} and {most}"
+    taken = [(form[0][i], value) for form in forms for i, value in driver.taken(*form).items()]
+    letters = {letter for letter, value in taken if kinds[value][0] is At}
+    return "" if letters <= {"P"} else f"needs values that are addresses, got {', '.join(sorted(letters))}"
 
 
-class _List(ctypes.Structure):
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("launch", "encode", "steps", "addresses", "maps", "frame")],
-        *[(name, ctypes.c_uint) for name in ("size", "step_count", "address_count", "map_count")],
-    ]
+def _form(steps: Sequence[driver.Step], given: int, made: Sequence[Made]) -> _Form:
+    return _Form.of(tuple([step.form for step in steps]), given, tuple([one.kind for one in made]))
 
 
-class _Entry(NamedTuple):
-    """An address, or a map, of a list."""
-
-    place: int
-    source: int
-    what: Any
+@lru_cache(maxsize=8)
+def _functions(of: Any) -> list[int | None]:
+    """The addresses of what lists call, of a driver."""
+    names = "cuLaunchKernelEx", "cuTensorMapEncodeTiled"
+    return [ctypes.cast(getattr(of, name), ctypes.c_void_p).value for name in names]
 
 
 class Replayed:
     """Launches one after the other, made in C. `given` values a call, addresses all, come first; then those made of
     them. Threads may launch at the same time."""
 
-    def __init__(self, steps: Sequence[driver.Step], given: int, made: Sequence[Made]) -> None:
-        self.steps, self.given = steps, given
-        frame = driver.Frame(steps, given + len(made))
-        of_steps = zip(steps, frame.places, strict=True)
-        places = {value: found[i] for step, found in of_steps for i, value in step.taken.items()}
-        content, addresses, maps = bytearray(frame.values.raw), list[_Entry](), list[_Entry]()
-        for value, place in places.items():
-            one = At(value, 0) if value < given else made[value - given]
-            if isinstance(one, At):
-                addresses.append(_Entry(place, one.source, one.offset))
-            elif isinstance(one, Mapped):
-                maps += [_Entry(place + MAP * i, one.source, x) for i, x in enumerate(one.maps.arguments)]
-            else:
-                content[place : place + len(one.content)] = one.content
-                addresses += [_Entry(place + inside, source, 0) for inside, source in one.places]
-        self._list = self._laid_out(frame, bytes(content), addresses, maps)
-        self._pack, self.at = struct.Struct(f"={given}Q").pack, ctypes.addressof(self._list)
-        self._replay = library.loaded().sartor_replay
-
-    def _laid_out(self, frame: driver.Frame, content: bytes, addresses: list[_Entry], maps: list[_Entry]) -> _List:
-        launch, encode = (
-            ctypes.cast(getattr(driver.library(), name), ctypes.c_void_p).value
-            for name in ("cuLaunchKernelEx", "cuTensorMapEncodeTiled")
-        )
-        arrays = [(ctypes.c_uint * len(found))(*found) for found in frame.places]
-        of_steps = zip(self.steps, arrays, strict=True)
-        parts = (
-            _array(_Step, [(s.function, s.grid, s.block, s.shared, len(a), ctypes.addressof(a)) for s, a in of_steps]),
-            _array(_Address, addresses),
-            _array(_Map, [(m.place, m.source, m.what.kind, m.what.rank, *_flat(m.what.rest)) for m in maps]),
-            ctypes.create_string_buffer(content, len(content)),
-        )
-        self._kept = arrays, maps, parts  # to which the list points
-        return _List(
-            launch, encode, *map(ctypes.addressof, parts), len(content), len(self.steps), len(addresses), len(maps)
-        )
+    def __init__(
+        self, steps: Sequence[driver.Step], given: int, made: Sequence[Made], form: _Form | None = None
+    ) -> None:
+        self._form = form = form or _form(steps, given, made)  # to which the list points
+        self.steps, self.given, self._list = steps, given, form.type()
+        self.at = start = ctypes.addressof(self._list)
+        addresses, count = form.addresses
+        begins = [start + begin for begin in form.begins]
+        numbers: list[Any] = [*_functions(driver.library()), addresses, *begins, count // 2, *form.counts]
+        for step, places in zip(steps, form.places, strict=True):
+            numbers += step.function, *places, *step.grid, step.block, step.shared
+        numbers += [made[i].offset for i in form.offsets]  # type: ignore[union-attr]
+        for i, place in form.maps:
+            source, maps = made[i]
+            for x in maps.arguments:  # type: ignore[union-attr]
+                numbers += *x.sizes, *x.strides, *x.box, place, source, x.dtype, len(x.sizes), *x.options
+                place += MAP
+        for step in steps:
+            numbers += step.fixed.values()
+        form.struct.pack_into(self._list, 0, *numbers)
+        for i, place in form.records:
+            content = made[i].content  # type: ignore[union-attr]
+            ctypes.memmove(begins[-1] + place, content, len(content))
+        self._pack, self._replay = form.pack, library.loaded().sartor_replay
 
     @staticmethod
     def why_not(steps: Sequence[driver.Step], given: int, made: Sequence[Made]) -> str:
         """Why Python makes these launches one by one, in a sentence, or an empty string."""
-        if library.why_not():
-            return library.why_not()
-        size, most = driver.frame_bytes(steps, given + len(made)), max(len(step.letters) for step in steps)
-        if size > FRAME or most > PARAMETERS:
-            return f"needs {FRAME} bytes and {PARAMETERS} parameters a launch at most, got {size} and {most}"
-        letters = {
-            step.letters[i] for step in steps for i, value in step.taken.items()
-            if value < given or isinstance(made[value - given], At)
-        }  # fmt: skip
-        return "" if letters <= {"P"} else f"needs values that are addresses, got {', '.join(sorted(letters))}"
+        return library.why_not() or _form(steps, given, made).why
 
     def start(self, given: Sequence[int], stream: int) -> None:
         """Launch on a stream (a raw handle). Raises LaunchError with the driver's reason."""
@@ -174,13 +206,5 @@ class Launched:
 
 def launcher(steps: Sequence[driver.Step], given: int, made: Sequence[Made]) -> Replayed | Launched:
     """What makes these launches."""
-    return (Launched if Replayed.why_not(steps, given, made) else Replayed)(steps, given, made)
-
-
-def _array(kind: Any, entries: Sequence[tuple[Any, ...]]) -> Any:
-    return (kind * len(entries))(*entries)
-
-
-def _flat(rest: tuple[Any, ...]) -> list[Any]:
-    """Arrays as their addresses, numbers as they are."""
-    return [x if isinstance(x, int) else ctypes.addressof(x) for x in rest]
+    form = None if library.why_not() else _form(steps, given, made)
+    return Launched(steps, given, made) if form is None or form.why else Replayed(steps, given, made, form)

@@ -5,7 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { FRAME = 16384, PARAMETERS = 128, MAP = 128 };  // bytes, parameters of a launch, bytes: lists.py knows them
+// bytes, parameters of a launch, bytes, dims of a map: lists.py knows them
+enum { FRAME = 16384, PARAMETERS = 128, MAP = 128, RANK = 5 };
 
 typedef struct {  // CUlaunchConfig of cuda.h, without attributes
   unsigned grid[3], block[3], shared;
@@ -20,45 +21,44 @@ typedef int Encode(void *map, unsigned dtype, unsigned rank, void *address, cons
 
 typedef struct {
   void *function;
-  unsigned grid[3], block, shared, count;  // count: of parameters
-  const unsigned *places;  // in the frame, where each begins
+  const unsigned *places;  // in the frame, where each parameter begins
+  unsigned count, grid[3], block, shared;  // count: of parameters
 } Step;
 
 typedef struct {  // an address that each call writes
   unsigned place, source;  // source: of what it is given
-  int64_t offset;
 } Address;
 
 typedef struct {  // a tensor map that each call encodes
-  unsigned place, source, dtype, rank;
-  const uint64_t *sizes, *strides;
-  const unsigned *box, *steps;
-  unsigned interleave, swizzle, promotion, beyond;
+  uint64_t sizes[RANK], strides[RANK - 1];
+  unsigned box[RANK], place, source, dtype, rank, interleave, swizzle, promotion, beyond, unused;
 } Map;
 
-typedef struct {
+typedef struct {  // what lists of one form share is elsewhere: places and addresses
   Launch *launch;
   Encode *encode;
-  const Step *steps;
   const Address *addresses;
+  const Step *steps;
+  const int64_t *offsets;  // of the first addresses, from what they are made of
   const Map *maps;
   const unsigned char *frame;  // with what is the same in every call
-  unsigned size, step_count, address_count, map_count;
+  unsigned address_count, step_count, offset_count, map_count, size, unused;
 } List;
 
 // 0, or what the driver said, and above its 16 bits the number of the launch it was said of; of a map, how many there are
 int sartor_replay(const List *list, const uint64_t *given, void *stream) {
+  static const unsigned one[RANK] = {1, 1, 1, 1, 1};  // from element to element, in each dim
   _Alignas(64) unsigned char frame[FRAME], map[MAP];
   memcpy(frame, list->frame, list->size);
   for (unsigned i = 0; i < list->address_count; i++) {
     const Address *a = list->addresses + i;
-    const uint64_t address = given[a->source] + (uint64_t)a->offset;
+    const uint64_t address = given[a->source] + (i < list->offset_count ? (uint64_t)list->offsets[i] : 0);
     memcpy(frame + a->place, &address, sizeof address);
   }
   for (unsigned i = 0; i < list->map_count; i++) {
     const Map *m = list->maps + i;
     const int status = list->encode(map, m->dtype, m->rank, (void *)(uintptr_t)given[m->source], m->sizes, m->strides,
-                                    m->box, m->steps, m->interleave, m->swizzle, m->promotion, m->beyond);
+                                    m->box, one, m->interleave, m->swizzle, m->promotion, m->beyond);
     if (status) return status | (int)(list->step_count << 16);
     memcpy(frame + m->place, map, MAP);
   }

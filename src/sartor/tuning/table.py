@@ -20,7 +20,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from sartor.device import Device
-from sartor.kernels.spec import KernelSpec, Tile, legal, length_class
+from sartor.kernels.spec import KernelSpec, Tile, legal_of_class, length_class
 from sartor.problem import Problem, mask_class
 
 SLICE = 64  # queries that one warpgroup of a block works on, at most
@@ -58,7 +58,11 @@ def rows(arch: int) -> dict[tuple[Any, ...], list[Row]]:
 
 def find(spec: KernelSpec, p: Problem, dev: Device) -> Row | None:
     """The row of a problem, if there is one whose tile is legal."""
-    for some in _legal_rows(spec, length_class(p), dev):  # type: ignore[arg-type] # kernels are by identity
+    return _find(spec, p, length_class(p), dev)
+
+
+def _find(spec: KernelSpec, p: Problem, alike: Problem, dev: Device) -> Row | None:
+    for some in _legal_rows(spec, alike, dev):  # type: ignore[arg-type] # kernels are by identity
         best = next((row for row in some if p.seqlen_kv <= row.keys), None)
         if best:
             idle = best.tile.block_m - p.seqlen_q * p.group >= SLICE
@@ -83,9 +87,10 @@ def blocks(p: Problem, tile: Tile) -> int:
 
 def lookup(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile | None, str]:
     """The tuned tile for a problem, else the kernel's first legal one; and where it comes from."""
-    tiles = legal(spec, p, dev)
+    alike = length_class(p)
+    tiles = legal_of_class(spec, alike, dev)  # type: ignore[arg-type]
     if not tiles:
         return None, ""
-    row = find(spec, p, dev)
+    row = _find(spec, p, alike, dev)
     tile, source = (row.tile, row.source) if row else (tiles[0], "first legal tile")
     return spec.suited(p, dev, tile), source

@@ -62,20 +62,31 @@ def build(
     """Compile `kernels`, of which the first reads the mods of its problem, from `file`, with a config and products of
     `dtype`, which are as wide as `widths` says. What was made in this process is found by these, without a look at the
     texts."""
-    half = m.p.dtype.itemsize == 2
-    defines = tuple(m.defines().items())
+    half, defines = m.p.dtype.itemsize == 2, m.defines()
+    defines = defines if isinstance(defines, Macros) else Macros(defines)
     return _built(target, file, dtype, defines, m.p.program, m.near, half, tuple(widths), kernels)
+
+
+class Macros(dict[str, Any]):
+    """By name. A kernel is found by them, so their hash is made once."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        if self._hash is None:
+            self._hash = hash(tuple(self.items()))
+        return self._hash
 
 
 @lru_cache(maxsize=1024)
 def _built(
-    target: str, file: str, dtype: str, defines: tuple[tuple[str, Any], ...], program: Program, near: tuple[int, ...],
+    target: str, file: str, dtype: str, defines: Macros, program: Program, near: tuple[int, ...],
     half: bool, widths: tuple[int, ...], kernels: tuple[Params, ...],
 ) -> nvrtc.Binary:  # fmt: skip
     (main, *others), includes = kernels, nvrtc.headers(f'#include "{file}.cuh"', FOLDER)
     text = "\n".join([
         *(f'#include "{shelf}"' for shelf in SHELVES if shelf in includes),
-        *(f"#define {name} {value}" for name, value in defines),
+        *(f"#define {name} {value}" for name, value in defines.items()),
         expressions.source(program, near, half=half, tiles="cuda/near.cuh" in includes),
         wgmma.wrappers(widths, dtype),
         main.source(),

@@ -7,9 +7,10 @@ struct: of one, NVRTC keeps members in memory until they are used, and deals out
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 
 from sartor import driver
+from sartor.problem import Problem
 
 RECORDS = {"TensorMap": (128, 64), "TwoMaps": (256, 64), "Inputs": (96, 8)}  # bytes and alignment, by C++ type
 NUMBERS = {"i64": "q", "int": "i", "float": "f"}  # codes of `struct`, by C++ type
@@ -17,7 +18,8 @@ DROPOUT = {"seed": "const u64*", "steps": "int", "stay_scale": "float"}  # see d
 LENGTHS = dict.fromkeys(("heads_kv", "group", "seqlen_q", "seqlen_kv"), "int")
 
 
-def strides(name: str) -> dict[str, str]:
+@cache
+def strides(name: str) -> Mapping[str, str]:
     """Parameters for the strides of a (batch, heads, rows, columns) tensor, in elements."""
     return {f"{name}_batch": "i64", f"{name}_head": "i64", f"{name}_row": "i64"}
 
@@ -25,6 +27,11 @@ def strides(name: str) -> dict[str, str]:
 def of_strides(name: str, values: Iterable[int]) -> dict[str, int]:
     """What `strides` declares, by name, from those of batch, head and row."""
     return dict(zip(strides(name), values, strict=True))
+
+
+def of_lengths(p: Problem) -> dict[str, int]:
+    """What LENGTHS declares, by name."""
+    return {"heads_kv": p.heads_kv, "group": p.group, "seqlen_q": p.seqlen_q, "seqlen_kv": p.seqlen_kv}
 
 
 class Params:

@@ -11,7 +11,6 @@ dim 128 registers hold one gradient: dk and dv are two launches.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -104,7 +103,7 @@ class HopperBackward(TritonBackward):
 
     def repairs(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
         """The launches of `triton_backward` over what was marked."""
-        p, shared = plan.problem, self._shared(replace(plan, tile=REPAIR_TILE), x, work["dout"], work)
+        p, shared = plan.problem, self._shared(plan, x, work["dout"], work)
         marked = self._dkdv(p, REPAIR_TILE, shared, work), self._dq(p, cast(Tile, REPAIR_TILE.then), shared, work)
         return [step.repair(plan.device) for step in marked]
 

@@ -101,7 +101,7 @@ class Config:
         """The configs of the kernels that a problem takes, in the order of their launches: those of its kind, with what
         is known of them."""
         found = []
-        for m in _of_kind(kind(p)):
+        for m in _of_kind(p if p.bias_shape else p.kind, parts(p) > 1):
             same = object.__new__(cls)
             same.__dict__.update(m.__dict__, p=p)
             found.append(same)
@@ -133,7 +133,7 @@ class Config:
         made = self.gradients[:2]
         return made[0], made[-1]
 
-    @property
+    @cached_property
     def warps(self) -> int:
         """Of a block: those that multiply, and four that load."""
         return 4 * (self.groups + 1 + self.adder)
@@ -220,10 +220,10 @@ class Config:
         return self.macros
 
     @cached_property
-    def macros(self) -> dict[str, Any]:
+    def macros(self) -> host.Macros:
         """The same, made once for a kind."""
         p = self.p
-        return {
+        return host.Macros({
             "GROUPS": self.groups, "KEYS": int(self.keys), "DX": int(self.gradients != ("dv",)),
             "DY": int("dv" in self.gradients), "FUSED": int(self.fused), "ADDER": int(self.adder),
             "DIM": self.dim, "COLUMNS": p.dim,
@@ -235,7 +235,7 @@ class Config:
             "ADDED": int(self.added is not None), "DADDED": dadded(p), "HEAD_PARTS": int(parts(p) > 1),
             "BURIES": int(p.program.buries), "SHARED": int(p.shared_lse),
             **({"DROPOUT": 1} if p.dropout_p else {}),
-        } | self.layout.defines()  # fmt: skip
+        } | self.layout.defines())  # fmt: skip
 
     @property
     def blocks(self) -> int:
@@ -259,19 +259,15 @@ class Config:
         return arch.build(self, dtype, "hopper/backward", {64, self.block, self.dim}, self.kernels)
 
 
-LASTING = "layout", "kernels", "macros", "sectioned", "persistent"  # of a kind, with what they are made of
-
-
-def kind(p: Problem) -> Problem:
-    """The problem with the batch and the lengths that stand for its own: configs differ by nothing else, but where a
-    bias has a gradient. Few keys share their blocks, where heads do; many do not."""
-    if p.bias_shape is not None:
-        return p
-    return replace(p, batch=1, seqlen_q=1, seqlen_kv=1 if parts(p) > 1 else 2**20)
+LASTING = "layout", "kernels", "macros", "sectioned", "persistent", "warps"  # of a kind, with what they are made of
 
 
 @lru_cache(maxsize=256)
-def _of_kind(p: Problem) -> list[Config]:
+def _of_kind(p: Problem, parted: bool) -> list[Config]:
+    """The configs of a kind with lengths that stand for others: by nothing else do they differ, but where a bias has a
+    gradient. Few keys share their blocks, where heads do; many do not."""
+    if p.bias_shape is None:
+        p = replace(p, batch=1, seqlen_kv=1 if parted else 2**20)
     keys = [("dk", "dv")] if columns(p) <= BOTH else [("dk",), ("dv",)]  # dv keeps what dk marks
     made = [("dk", "dv", "dq")] if fused(p) else [("dq",), *keys]
     found = [Config.of(p, *gradients) for gradients in made]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -13,7 +13,7 @@ from sartor.kernels import blocks, dropout
 from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.blocks import Blocks
 from sartor.kernels.cuda import expressions, host
-from sartor.kernels.cuda.params import LENGTHS, of_strides
+from sartor.kernels.cuda.params import of_lengths, of_strides
 from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper.backward_config import HIGHEST, ORDER, PREPROCESS, ROUND, ROUND_PARTS, Config, room
 from sartor.kernels.hopper.backward_problem import change, dadded, listed, near, parts, reads_sinks
@@ -59,7 +59,7 @@ class Step:
     def order(cls, m: Config, binary: nvrtc.Binary, aux: tuple[Any, ...]) -> Step:
         """Of the blocks of a sweep, the longest first."""
         fixed, reads = expressions.split(aux, m.p.program)
-        fixed |= {name: getattr(m.p, name) for name in (*LENGTHS, "batch")}
+        fixed |= of_lengths(m.p) | {"batch": m.p.batch}
         params = expressions.passed(ORDER, m.p.program)
         return cls(nvrtc.Kernel(binary, params, 1024, fixed=fixed), 1, {"order": "order"} | reads)
 
@@ -67,7 +67,7 @@ class Step:
     def highest(cls, p: Problem, binary: nvrtc.Binary, x: Operands) -> Step:
         """Of what the weights of rows are relative to, where scores may bury them."""
         fixed, reads = expressions.split(x.aux, p.program)
-        fixed |= {name: getattr(p, name) for name in LENGTHS} | {"total": padded_rows(p), "scale": p.softmax_scale}
+        fixed |= of_lengths(p) | {"total": padded_rows(p), "scale": p.softmax_scale}
         fixed |= of_strides("q", launch.strides(x.q)) | of_strides("k", launch.strides(x.k))
         fixed |= {} if p.sinks else {"sinks": 0}
         reads |= {name: name for name in ("q", "k", "lse", "gain", "log2_sum", *["sinks"] * p.sinks)}
@@ -83,7 +83,7 @@ class Step:
         p, (dx, dy) = m.p, m.outputs
         fixed, reads = expressions.split(aux, p.program)
         fixed |= of_strides("dx", launch.strides(tensors[dx])) | of_strides("dy", launch.strides(tensors[dy]))
-        fixed |= {name: getattr(p, name) for name in LENGTHS}
+        fixed |= of_lengths(p)
         fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale}
         fixed |= dropout.numbers(p.dropout_p) if p.dropout_p else {}
         fixed |= {"blocks": p.batch * m.blocks} if m.ordered else {}
@@ -138,7 +138,7 @@ class Step:
 
     def part(self, number: int) -> Part:
         """As one of several launches, of which it is that one: maps have a name of their own."""
-        takes = self.tensors | {at: f"{at} of {number}" for at in self.maps}
+        takes = self.tensors | {at: f"{at} of {number}" for at in self.maps} if self.maps else self.tensors
         return Part(self.kernel, self.grid, takes)
 
 
@@ -154,7 +154,7 @@ def _steps(p: Problem, x: Operands, saved: Saved, sms: int) -> list[Step]:
     """The launches but for those of Triton, for operands as kernels read them."""
     found = block_list(p, x)
     tensors = {"q": x.q, "k": x.k, "v": x.v, "dout": saved.dout}
-    tensors |= {f"d{name}": dense_like(tensors[name]) for name in ("q", "k", "v")}
+    tensors |= {"dq": like_gradient(x.q), "dk": like_gradient(x.k), "dv": like_gradient(x.v)}
     tensors |= {} if p.bias_shape is None else {"dbias": empty_bias(p, torch.device("meta"))}
     steps: list[Step] = []
     for m in (replace(m, listed=True) if found is not None else m for m in Config.all(p)):
@@ -171,6 +171,11 @@ def _steps(p: Problem, x: Operands, saved: Saved, sms: int) -> list[Step]:
         if parts(p) > 1:
             steps.append(Step.round_parts(p, binary, tensors["dk"], tensors["dv"]))
     return steps
+
+
+def like_gradient(t: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies as the gradient of t will."""
+    return t if without_gaps(t) else dense_like(t)
 
 
 def pair_maps(t: torch.Tensor, rows: int) -> tuple[nvrtc.TensorMaps, dict[str, int]]:
@@ -210,7 +215,8 @@ class Ready:
     near: tuple[int, ...]  # those that one sweep reads for every pair
     untidy: tuple[bool, bool]  # whether dout and out are copied
     dense: bool  # whether gradients are what `empty_like` makes of q, k and v
-    whole: Row | None = None  # with the launches of Triton, once they are compiled
+    whole: Row | None = None  # with the launches of Triton, where the driver can make these
+    asked: bool = False  # whether it was looked for before the first call
 
     @classmethod
     def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> Self:
@@ -224,22 +230,23 @@ class Ready:
         cls, p: Problem, key: object, space: Room, steps: list[Step], x: Operands, untidy: tuple[bool, bool]
     ) -> Self:  # fmt: skip
         """Of these launches."""
+        tensors = expressions.of_tensors(x.aux)
         names = [
             *CALL,
             *["sinks"] * reads_sinks(p),
             *["dbias"] * (p.bias_shape is not None),
             "room",
             *([] if x.seed is None else ["seed"]),
-            *expressions.of_tensors(x.aux),
+            *tensors,
         ]
-        made: dict[str, Made] = {name: At(names.index("room"), place) for name, place in space.places.items()}
+        places = {name: i for i, name in enumerate(names)}
+        made: dict[str, Made] = {name: At(places["room"], offset) for name, offset in space.places.items()}
         for i, step in enumerate(steps):
-            made |= {f"{at} of {i}": Mapped(names.index(step.tensors[at]), maps) for at, maps in step.maps.items()}
-        return cls(
-            p, key, space, host.like((space.length,), x.q.device),
-            Row(names, made, [s.part(i) for i, s in enumerate(steps)]), bool(expressions.of_tensors(x.aux)), near(p),
-            untidy, all((t if without_gaps(t) else torch.empty_like(t)).stride(3) == 1 for t in (x.q, x.k, x.v)),
-        )  # fmt: skip
+            for at, maps in step.maps.items():
+                made[f"{at} of {i}"] = Mapped(places[step.tensors[at]], maps)
+        dense = all(without_gaps(t) or torch.empty_like(t).stride(3) == 1 for t in (x.q, x.k, x.v))
+        row = Row(names, made, [s.part(i) for i, s in enumerate(steps)])
+        return cls(p, key, space, host.like((space.length,), x.q.device), row, bool(tensors), near(p), untidy, dense)
 
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """The launches of one call, on the current stream."""
@@ -261,13 +268,18 @@ class Ready:
             values.append(x.seed.data_ptr())
         if self.tensors:
             values += [t.data_ptr() for t in x.aux if isinstance(t, torch.Tensor)]
-        if self.whole is not None and not direct.hooked():
-            self.whole.start(values)
-        else:
+        if self.problem.program.keep is None:
             self.row.start(values)
-            if self.problem.program.keep is not None:
-                made = {"dq": dq, "dk": dk, "dv": dv, "room": room}
-                self.mend(plan, x, Saved(out, lse, dout, dlse), made | ({} if dbias is None else {"dbias": dbias}))
+        else:
+            saved, made = Saved(out, lse, dout, dlse), {"dq": dq, "dk": dk, "dv": dv, "room": room}
+            heard = direct.hooked()
+            if not self.asked and not heard:
+                self.asked, self.whole = True, self.joined(x, self.known(plan, x, saved, made))
+            if self.whole is not None and not heard:
+                self.whole.start(values)
+            else:
+                self.row.start(values)
+                self.mend(plan, x, saved, made | ({} if dbias is None else {"dbias": dbias}))
         dbias = None if dbias is None else dbias.contiguous()
         return Gradients(dq, dk, dv, dbias, None if x.sinks is None else self.dsinks(x, lse, room))
 
@@ -335,6 +347,15 @@ class Ready:
             kernel: Any = plan.kernel
             launch.run(kernel.repairs(plan, x, saved, work), plan.cache, self.key)
             self.whole = self.joined(x, launch.direct_ones(plan.cache, self.key))
+
+    def known(self, plan: Plan, x: Operands, saved: Saved, made: dict[str, torch.Tensor]) -> list[Direct] | None:
+        """The launches of Triton, where their kernels were compiled for another length; else None. What lies in the
+        workspace is all alike to them."""
+        room, kernel = made["room"], cast(Any, plan.kernel)
+        work = dict.fromkeys(("delta", "lse_log2", "gain", "sinks"), room) | made | {"dout": saved.dout}
+        work |= dict.fromkeys(("bad_q", "bad_kv"), room.view(torch.int32))
+        work |= {"sinks": x.sinks} if x.sinks is not None and reads_sinks(self.problem) else {}
+        return launch.known(kernel.repairs(plan, x, saved, work))
 
     def joined(self, x: Operands, repairs: list[Direct] | None) -> Row | None:
         """All launches in a row; None where Triton has to launch its own."""

@@ -84,6 +84,8 @@ def reasons(p: Problem, dev: Device) -> list[str]:
 def parts(p: Problem) -> int:
     """Of the query heads that share a key head, each a block's: 1 where there are blocks enough without, or where
     tables order them."""
+    if p.group == 1:
+        return 1
     blocks = p.batch * p.heads_kv * -(-p.seqlen_kv // (2 * arch.ROWS))
     if not fused(p) or from_tables(p, keys=True) or dadded(p) == 2 or p.dropout_p:
         return 1

@@ -22,12 +22,13 @@ from sartor.kernels.blocks import Blocks
 from sartor.kernels.cuda import brought, expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import DROPOUT as DROPOUT_NUMBERS
-from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
+from sartor.kernels.cuda.params import LENGTHS, Params, of_lengths, of_strides, strides
 from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper.schedule import Schedule
 from sartor.kernels.spec import Again, KernelSpec, Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
+from sartor.mods.recent import Recent
 from sartor.problem import Problem, rows_on_16_bytes
 from sartor.replay.lists import At, Made, Mapped, Record
 
@@ -134,10 +135,11 @@ class HopperForward(KernelSpec):
         if listed is not None:
             found = blocks.of(p, x.aux, blocks.Cut(False, listed.block_n, listed.block_m // 64), x.q.device)
         if listed is not None and found is not None:
-            binary = compiled(replace(self.config(p, listed), listed=True))
-            made = Ready.of(binary, replace(plan, tile=listed), x, found)
+            m = replace(self.config(p, listed), listed=True)
+            made = Ready.of(compiled(m), m, plan.device, x, found)
         else:
-            made = Ready.of(self.compile(p, tile), plan, x)
+            m = _informed(self.config(p, tile))
+            made = Ready.of(self.compile(p, tile), m, plan.device, x)
         if listed is None or found is not None or not host.capturing(x.q.device):
             plan.cache[x.layout] = made
         return made
@@ -236,6 +238,11 @@ class Config(Schedule):
         return 4 * self.p.batch * self.p.heads_q * -(-self.p.seqlen_q // 64)
 
     @property
+    def ragged(self) -> bool:
+        """Whether the last key tile is not full."""
+        return self.p.seqlen_kv % self.block_n != 0
+
+    @property
     def steps(self) -> int:
         """Products of 16 columns in q k^T."""
         return self.dim // 16
@@ -311,7 +318,7 @@ class Config(Schedule):
         """Whether the next tile's q is there before this one is done with."""
         return self.q_registers or self.q_buffers > 1
 
-    @property
+    @cached_property
     def staged(self) -> bool:
         """Whether the copy engine stores the output, from shared memory: where rows allow it, registers suffice, and
         ptxas leaves products under way beside it (not beside chunks of 32 columns). Over values only where all
@@ -394,9 +401,14 @@ class Config(Schedule):
 
     def defines(self) -> dict[str, Any]:
         """Macros by name."""
+        return self.macros
+
+    @cached_property
+    def macros(self) -> host.Macros:
+        """The same, made once for a kind."""
         p, program, mask = self.p, self.p.program, self.mask
         width, last, width_v = self.widths
-        return {
+        return host.Macros({
             "DIM": self.dim, "DIM_V": self.dim_v, "DIM_EXACT": -(-p.dim // 8) * 8, "COLUMNS": p.dim_v,
             "WIDTH": width, "LAST": last, "WIDTH_V": width_v,
             "GROUPS": self.groups, "BLOCK_N": self.block_n, "STAGES_K": self.stages_k, "STAGES_V": self.stages_v,
@@ -405,16 +417,40 @@ class Config(Schedule):
             "SCORE": int(program.score is not None), "PRESCALE": int(p.softmax_scale <= 0),
             "SINKS": int(p.sinks and not self.split), "SPLIT": int(self.split),
             "BALANCED": int(self.balanced), "LAST_WAVE": int(self.last_wave),
-            "RAGGED": int(p.seqlen_kv % self.block_n != 0), "PING_PONG": int(self.ping_pong),
+            "RAGGED": int(self.ragged), "PING_PONG": int(self.ping_pong),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32 or self.split),
             "AHEAD": int(self.ahead), "STAGED": int(self.staged), "NEAR_STAGES": self.near_stages,
             **({"DROPOUT": 1} if p.dropout_p else {}), **({"BATCH_FIRST": 1} if self.batch_first else {}),
-        } | self.layout.defines()  # fmt: skip
+        } | self.layout.defines())  # fmt: skip
+
+
+PLANNED = "mask", "band", "lower"  # of a kind of problems, with fields; what the choice of a tile asks for
+LASTING = "near", "widths", "layout", "staged", "macros"  # of one with lengths that are alike
+_FIELDS, _KINDS = Recent(2048), Recent(256)  # what these are, by all that they hang on
 
 
 @lru_cache(maxsize=1024)
 def _config(p: Problem, tile: Tile) -> Config:
-    return Config.of(p, tile)
+    key = p.kind, tile, _rows(p)
+    known = _FIELDS.get(key)
+    if known is None:
+        m = Config.of(p, tile)
+        known = dict(m.__dict__) | {name: getattr(m, name) for name in PLANNED}
+        _FIELDS.add(key, known)
+    found = object.__new__(Config)
+    found.__dict__.update(known, p=p)
+    return found
+
+
+def _informed(m: Config) -> Config:
+    """The config with what is known of its kind."""
+    key = m.p.kind, m.tile, m.rows, m.ragged, m.last_wave, m.listed
+    known = _KINDS.get(key)
+    if known is None:
+        _KINDS.add(key, {name: getattr(m, name) for name in LASTING})
+    else:
+        m.__dict__.update(known)
+    return m
 
 
 @dataclass
@@ -457,19 +493,19 @@ class Ready:
     merge: Merge | None  # of several KV splits
 
     @classmethod
-    def of(cls, binary: nvrtc.Binary, plan: Plan, x: Operands, listed: Blocks | None = None) -> Ready:
-        """Everything the launches of a plan need."""
-        p, spec = plan.problem, cast(HopperForward, plan.kernel)
-        m = spec.config(p, plan.tile)  # type: ignore[arg-type]
-        m = m if listed is None else replace(m, listed=True)
-        pads = bool(p.dim % 8 or p.dim_v % 8)
-        tensors = (allocate_out(p, x.q, x.layout), *(_padded(t) if pads else t for t in (x.q, x.k, x.v)))
-        out, q, k, v = (t.transpose(1, 2) if x.layout == "bhsd" else t for t in tensors)
+    def of(cls, binary: nvrtc.Binary, m: Config, dev: Device, x: Operands, listed: Blocks | None = None) -> Ready:
+        """Everything the launches of a config need; `listed` is the list of key tiles that they walk."""
+        p, pads, q, k, v = m.p, bool(m.p.dim % 8 or m.p.dim_v % 8), x.q, x.k, x.v
+        if pads:
+            q, k, v = _padded(q), _padded(k), _padded(v)
+        out = x.q if p.out_like_q else allocate_out(p, x.q, x.layout)  # of which strides are read
+        if x.layout == "bhsd":
+            out, q, k, v = out.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         merge = Merge.of(binary, m, out) if m.split else None
-        sms, masked = plan.device.sm_count or 1, p.program.keep is not None
+        sms, masked = dev.sm_count or 1, p.program.keep is not None
         assigned = m.assign(sms)
         fixed: dict[str, Any] = of_strides("out", launch.strides(out) if merge is None else merge.strides)
-        fixed |= {name: getattr(p, name) for name in LENGTHS}
+        fixed |= of_lengths(p)
         fixed |= {
             "tiles_head": assigned.tiles_head, "tiles": assigned.tiles, "section": m.section,
             "whole": assigned.whole, "splits": assigned.splits, "width": assigned.width,

@@ -18,7 +18,7 @@ from sartor.features import COMMON, DIM_V, F32, PAIRS, UNALIGNED
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.pairs import maps, noise
-from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
+from sartor.kernels.cuda.params import LENGTHS, Params, of_lengths, of_strides, strides
 from sartor.kernels.hopper import arch, backward_problem
 from sartor.kernels.hopper.arch import REPAIR_TILE
 from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved, Tile
@@ -185,7 +185,7 @@ class Ready:
         names = ("k", "v", "q", "dout") if keys else ("q", "dout", "k", "v")
         dx, dy = ("dk", "dv") if keys else ("dq", "dq")
         fixed = of_strides("dx", launch.strides(made[dx])) | of_strides("dy", launch.strides(made[dy]))
-        fixed |= {name: getattr(p, name) for name in LENGTHS}
+        fixed |= of_lengths(p)
         factor = p.softmax_scale * split.regained(p.dim) * launch.LOG2_E
         numbers = {"factor": factor, "scale": p.softmax_scale, "noise": noise(p)}
         params = expressions.passed(PARAMS, p.program)

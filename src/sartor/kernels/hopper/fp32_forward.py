@@ -18,7 +18,7 @@ from sartor.device import Device
 from sartor.features import F32, GENERAL, GRADIENTS
 from sartor.kernels.cuda import brought, expressions, host, pairs
 from sartor.kernels.cuda.layout import Layout
-from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
+from sartor.kernels.cuda.params import LENGTHS, Params, of_lengths, of_strides, strides
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper import forward as hopper_forward
 from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
@@ -147,8 +147,7 @@ class Config(hopper_forward.Config):
         """One: a warpgroup splits its queries when it begins with them."""
         return 1
 
-    @property
-    def last_wave(self) -> bool:
+    def splits_last(self, groups: int) -> bool:
         """Never: few problems would gain."""
         return False
 
@@ -220,7 +219,7 @@ class Ready:
         items = 2 * p.batch * p.heads_kv * -(-p.seqlen_kv // m.block_n)
         first = items if tiles_head < FEW_TILES else min(items, 4 * sms)
         of_k = (p.batch, p.seqlen_kv, p.heads_kv)
-        fixed: dict[str, Any] = {name: getattr(p, name) for name in LENGTHS}
+        fixed: dict[str, Any] = of_lengths(p)
         for name, t in {"q": x.q, "k": x.k, "v": x.v, "out": out}.items():
             fixed |= of_strides(name, launch.strides(t))
         scaled = fp32_forward.regained(p)

@@ -10,6 +10,7 @@ import math
 import operator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from sartor.device import Device
 from sartor.kernels.spec import Tile
@@ -26,8 +27,7 @@ SHORTEST = 256  # keys of a KV split
 TILE_ONCE = 16 << 10  # bytes of keys that are read once
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(NamedTuple):
     """What blocks compute, by number: see `share` in cuda/schedule.cuh."""
 
     tiles_head: int  # whole ones, where the last wave is split
@@ -62,7 +62,7 @@ class Schedule:
         long to end where the last ones are fewer still, and where tiles are short."""
         p = self.p
         room, least = (24, 1) if max(p.dim, p.dim_v) > 128 else (48 if p.dim > 64 else 32, 8)
-        if mask_class(p) != "band":  # rows see few of the keys
+        if not self.band:  # rows see few of the keys
             room, least = 64, 32
         fit = (room << 20) // (2 * p.seqlen_kv * (p.dim + p.dim_v))
         heads = p.batch * p.heads_kv
@@ -79,43 +79,47 @@ class Schedule:
         """Whether there are several KV splits (Dao, Haziza, Massa and Sizov 2023, Flash-Decoding)."""
         return self.tile.num_splits > 1
 
-    @cached_property
+    @property
     def last_wave(self) -> bool:
-        """Whether the last wave is split: all blocks have equally many tiles before it, heads are so long that reading
-        one again for a split costs little, and registers suffice."""
-        plain = self.mask == 0 and self.p.program.score is None
-        return plain and self.groups > 1 and self.slices // self.groups >= LONG
+        """Whether the last wave is split."""
+        return self.splits_last(self.groups)
 
-    def assign(self, sms: int) -> Assignment:
-        """What so many SMs compute; the last wave is split to the width that ends soonest."""
+    def splits_last(self, groups: int) -> bool:
+        """Whether it is, of tiles of so many warpgroups: all blocks have equally many tiles before it, heads are so
+        long that reading one again for a split costs little, and registers suffice."""
+        plain = self.mask == 0 and self.p.program.score is None
+        return plain and groups > 1 and self.slices // groups >= LONG
+
+    def assign(self, sms: int, groups: int = 0) -> Assignment:
+        """What so many SMs compute, with other tiles if another number of warpgroups is given; the last wave is split
+        to the width that ends soonest."""
+        groups = groups or self.groups
         heads, wide = self.p.batch * self.p.heads_kv, max(self.dim, self.dim_v) > 128
         step = STEP_WIDE if wide else STEP_MASKED if self.mask else STEP
-        tiles_head = -(-self.slices // self.groups)
+        tiles_head = -(-self.slices // groups)
         if self.split:
             width = -(-self.key_tiles // self.tile.num_splits)
             tiles = tiles_head * heads * self.tile.num_splits
             return Assignment(
-                tiles_head, tiles, tiles, self.tile.num_splits, width, step[self.groups] * math.ceil(tiles / sms)
+                tiles_head, tiles, tiles, self.tile.num_splits, width, step[groups] * math.ceil(tiles / sms)
             )
-        if not self.last_wave:
+        if not self.splits_last(groups):
             tiles, rounds = tiles_head * heads, tiles_head * heads / sms
-            rounds = max(rounds * self.mean(tiles_head), 1.0) if self.mask else math.ceil(rounds)
-            return Assignment(tiles_head, tiles, tiles, 0, self.groups, step[self.groups] * rounds)
-        tiles_head, rest = divmod(self.slices, self.groups)
+            rounds = max(rounds * self.mean(tiles_head, groups), 1.0) if self.mask else math.ceil(rounds)
+            return Assignment(tiles_head, tiles, tiles, 0, groups, step[groups] * rounds)
+        tiles_head, rest = divmod(self.slices, groups)
         left, rests = tiles_head * heads % sms, heads if rest else 0
-        width, last = _last_wave(self.groups, left, rest, rests, sms, tuple(step.items()))
-        whole, splits = tiles_head * heads - left, left * -(-self.groups // width)
-        return Assignment(
-            tiles_head, whole + splits + rests, whole, splits, width, step[self.groups] * whole / sms + last
-        )
+        width, last = _last_wave(groups, left, rest, rests, sms, tuple(step.items()))
+        whole, splits = tiles_head * heads - left, left * -(-groups // width)
+        return Assignment(tiles_head, whole + splits + rests, whole, splits, width, step[groups] * whole / sms + last)
 
-    def mean(self, tiles_head: int) -> float:
+    def mean(self, tiles_head: int, groups: int) -> float:
         """Time of a query tile in the mean, as a share of the longest's. Where later rows see more keys, a head's first
         tile is the one that is not full."""
-        if mask_class(self.p) != "band":
+        if not self.band:
             return 0.75  # what is seen is not known here
         keys = self.key_tiles
-        seen = 1 - self.groups * (tiles_head - 1) / (2 * self.slices)  # of the keys
+        seen = 1 - groups * (tiles_head - 1) / (2 * self.slices)  # of the keys
         return (seen * keys + ENDS) / (keys + ENDS)
 
     def suited(self, dev: Device) -> Tile:
@@ -127,9 +131,10 @@ class Schedule:
         if self.slices == 1 and self.block_n > self.keys_once:
             fewer = replace(self.tile, block_n=self.keys_once)
             return replace(self, tile=fewer, block_n=self.keys_once).suited(dev)
-        some = [*(replace(self, groups=g) for g in range(1, self.groups)), self]
-        groups = min(some, key=lambda m: m.assign(sms).time).groups
+        groups = min(range(1, self.groups + 1), key=lambda g: self.assign(sms, g).time)
         splits = self.num_splits(sms) if groups == 1 else 1
+        if (groups, splits) == (self.groups, self.tile.num_splits):
+            return self.tile
         return replace(self.tile, block_m=64 * groups, warps=4 * (groups + 1), num_splits=splits)
 
     @property
@@ -159,6 +164,11 @@ class Schedule:
         says of anything else (kernels/blocks.py)."""
         program = self.p.program
         return 0 if program.keep is None else 1 if program.is_interval else 3 if self.listed else 2
+
+    @cached_property
+    def band(self) -> bool:
+        """Whether rows attend to all keys up to one of them."""
+        return mask_class(self.p) == "band"
 
     @cached_property
     def lower(self) -> bool:

@@ -19,7 +19,7 @@ from sartor.device import Device
 from sartor.features import BITS_16, COMMON, DIM_V, SHARED_LSE
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
-from sartor.kernels.cuda.params import LENGTHS, Params, of_strides, strides
+from sartor.kernels.cuda.params import LENGTHS, Params, of_lengths, of_strides, strides
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper import pieces as cutting
 from sartor.kernels.hopper.backward import HopperBackward
@@ -69,7 +69,7 @@ class WideBackward(HopperBackward):
     features = COMMON | BITS_16 | {DIM_V, SHARED_LSE}
 
     def why_not(self, p: Problem, dev: Device) -> list[str]:
-        """What the copy engine, wgmma and the run-time compiler need, and room for gradients of scores."""
+        """What the copy engine, wgmma and the run-time compiler need."""
         why = launch.reasons(p, dev) + arch.reasons(p, dev)
         if p.program.keep is not None and not p.program.is_interval_both_ways:
             why.append(f"needs a mask that is one interval of every row and column, got {p.mask_name}")
@@ -78,7 +78,27 @@ class WideBackward(HopperBackward):
                 f"needs head dims of {DIMS[0]} to {DIMS[-1]}, multiples of 8, one of them beyond 128, "
                 f"got {p.dim} and {p.dim_v}"
             )
-        return why or no_room(p, dev)
+        return why
+
+    def why_no_length(self, p: Problem, dev: Device) -> list[str]:
+        """Whether pieces that fit the workspace leave SMs idle."""
+        shape = Shape.of(p, skew(p, (p.seqlen_kv - p.seqlen_q,)))
+        limit, sms = cutting.limit(p), dev.sm_count or 1
+        fit = cutting.pieces(shape, limit, sms)
+        if len(fit) == 1:
+            return []
+        if fit and fit[0].tiles < shape.keys and p.program.keep is not None and shape.skew == cutting.NONE:
+            return [
+                f"needs gradients of scores of whole heads in {limit >> 20} MiB where a mask is not causal, "
+                f"got {p.mask_name} of {p.seqlen_q} queries and {p.seqlen_kv} keys"
+            ]
+        wanted = cutting.pieces(shape, 1 << 60, sms)
+        if fit and shape.time(fit, sms) <= WORTH * shape.time(wanted, sms):
+            return []
+        return [
+            f"needs gradients of scores of as many keys as there are SMs for in {limit >> 20} MiB, "
+            f"got {p.batch * p.heads_kv} heads of {p.seqlen_q} queries and {p.seqlen_kv} keys"
+        ]
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """One: registers leave no choice."""
@@ -108,27 +128,6 @@ def skew(p: Problem, aux: tuple[Any, ...]) -> int:
     if cols is None or cols[0].text() != "(kv - aux[0])" or not aux or not isinstance(aux[0], int):
         return cutting.NONE
     return max(-cutting.NONE, min(cutting.NONE, -(-aux[0] // 64)))
-
-
-def no_room(p: Problem, dev: Device) -> list[str]:
-    """Whether pieces that fit the workspace leave SMs idle."""
-    shape = Shape.of(p, skew(p, (p.seqlen_kv - p.seqlen_q,)))
-    limit, sms = cutting.limit(p), dev.sm_count or 1
-    fit = cutting.pieces(shape, limit, sms)
-    if len(fit) == 1:
-        return []
-    if fit and fit[0].tiles < shape.keys and p.program.keep is not None and shape.skew == cutting.NONE:
-        return [
-            f"needs gradients of scores of whole heads in {limit >> 20} MiB where a mask is not causal, "
-            f"got {p.mask_name} of {p.seqlen_q} queries and {p.seqlen_kv} keys"
-        ]
-    wanted = cutting.pieces(shape, 1 << 60, sms)
-    if fit and shape.time(fit, sms) <= WORTH * shape.time(wanted, sms):
-        return []
-    return [
-        f"needs gradients of scores of as many keys as there are SMs for in {limit >> 20} MiB, "
-        f"got {p.batch * p.heads_kv} heads of {p.seqlen_q} queries and {p.seqlen_kv} keys"
-    ]
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,7 @@ class Cuts:
 
     def fixed(self, piece: Piece) -> dict[str, Any]:
         """What a launch of a piece is told of it."""
-        return {name: getattr(self.p, name) for name in LENGTHS} | {
+        return of_lengths(self.p) | {
             "first_head": piece.first_head, "first_tile": piece.first_tile, "tiles": piece.tiles, "skew": self.skew,
             "scale": self.p.softmax_scale,
         }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from sartor.problem import Problem
 LOG2_E = 1.4426950408889634
 RUNTIME = ("batch", "heads_q", "seqlen_q", "seqlen_kv")  # what a kernel is not compiled anew for
 EMPTY: Mapping[str, dict[str, Any]] = {}
+NOTHING: tuple[Any, Direct | None] = None, None
 PLAIN = {"units": (), "ONLY_MARKED": False, "REPAIR": False}  # of a first pass without pairs
 TENSOR_COLUMNS = 512  # of tensor memory, of 32 bits
 
@@ -91,9 +93,11 @@ def unit(*tensors: torch.Tensor) -> int:
 
     Strides are passed in this unit: the compiler then knows of rows on 16 bytes that are no multiple of 16 elements.
     """
-    n = 16 // tensors[0].element_size()
-    rows_aligned = all(s % n == 0 for t in tensors for s in t.stride()[:3])
-    return n if rows_aligned and all(t.data_ptr() % 16 == 0 for t in tensors if not t.is_meta) else 1
+    n, strides, off = 16 // tensors[0].element_size(), list[int](), 0
+    for t in tensors:
+        strides += t.stride()[:3]
+        off |= 0 if t.is_meta else t.data_ptr() % 16
+    return n if not off and math.gcd(n, *strides) == n else 1
 
 
 def strides(t: torch.Tensor, per: int = 1) -> tuple[int, int, int]:
@@ -150,8 +154,10 @@ class Launch(NamedTuple):
 
     def over_marked(self, dev: Device, name: str, **arguments: Any) -> Launch:
         """The same kernel over the marked tiles: a few programs, which mostly find no mark."""
-        step = self.changed(ONLY_MARKED=True, **arguments)
-        return step._replace(name=f"{self.name} {name}", grid=min(self.grid, 2 * (dev.sm_count or 1)))
+        grid = min(self.grid, 2 * (dev.sm_count or 1))
+        return Launch(
+            f"{self.name} {name}", self.kernel, grid, {**self.arguments, "ONLY_MARKED": True, **arguments}, self.tile
+        )
 
     def repair(self, dev: Device) -> Launch:
         """The NaN repair pass: the tiles that came out non-finite, computed without what the mask hides."""
@@ -216,12 +222,23 @@ def compile_together(steps: Sequence[Launch]) -> None:
 _COMPILED = Recent(1024)  # by `specialised`: the compiled kernel, and a launch of it, if the driver may start it
 
 
+def known(steps: Sequence[Launch]) -> list[Direct] | None:
+    """The launches for the driver to make, where all kernels were compiled before; else None."""
+    found = []
+    for step in steps:
+        one = _COMPILED.get(specialised(step), NOTHING)[1]
+        if one is None:
+            return None
+        found.append(one.like(step.arguments, step.grid))
+    return found
+
+
 def _first(step: Launch, kind: tuple[Any, ...]) -> Ready:
     """The first launch of a key; `kind` is what it is `specialised` to. What was compiled for another, Triton looks up
     in a millisecond: it binds each argument anew. Here the driver starts it if it is the same kernel."""
-    compiled, known = _COMPILED.get(kind, (None, None))
-    if known is not None and not direct.hooked():
-        found = known.like(step.arguments, step.grid)
+    compiled, one = _COMPILED.get(kind, NOTHING)
+    if one is not None and not direct.hooked():
+        found = one.like(step.arguments, step.grid)
         found.start(step.arguments, direct.current_stream())
         return Ready.of(step, compiled, found)
     compiled = _by_triton(step)
@@ -250,10 +267,12 @@ def _wide(value: Any) -> int:
 
 def _kind(value: Any) -> Any:
     """Of an argument: integers are told apart by 1, multiples of 16 and their width, tensors by dtype and alignment."""
+    if value.__class__ is tuple:  # of strides above all
+        return tuple([
+            (x == 1, x % 16 == 0, 32) if x.__class__ is int and -(2**31) <= x < 2**31 else _kind(x) for x in value
+        ])  # fmt: skip
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, tuple):
-        return tuple(map(_kind, value))
     if value.__class__ is int:
         return value == 1, value % 16 == 0, _wide(value)
     return value.__class__

@@ -124,7 +124,8 @@ def candidates(job: Job) -> list[Tile]:
     """Legal tiles worth the GPU's time; what is left out was never near the front."""
     problem, device = Problem.of(replace(job, batch=1).call()), Device.of(torch.device("cuda"))
     spec = kernels.load(job.kernel)
-    legal = [] if spec.why_not(problem, device) else list(spec.tiles(problem, device))
+    refused = spec.why_not(problem, device) or spec.why_no_length(problem, device)
+    legal = [] if refused else list(spec.tiles(problem, device))
     if job.kernel in HOPPER:
         return hopper_candidates(job, legal)
     tiles = [t.then if job.launch == "dq" and t.then else t for t in legal]

@@ -1,0 +1,174 @@
+"""Lengths not seen before: planned by what is known of others, they are launched as where nothing is known; and what
+the host does of one."""
+
+from __future__ import annotations
+
+import random
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import sartor
+import stubbed
+from sartor import direct, driver, features, nvrtc, ops, plan, problem
+from sartor.direct import Direct
+from sartor.kernels import spec
+from sartor.kernels.cuda import expressions, host, params, row
+from sartor.kernels.hopper import backward_config, backward_problem, forward, pieces, schedule
+from sartor.kernels.triton import launch
+from sartor.mods.recent import Recent
+from sartor.problem import Call, Problem
+from sartor.replay import lists
+from sartor.tuning import table
+
+KEEPING = (
+    backward_config, backward_problem, driver, expressions, features, forward, host, launch, lists, nvrtc, ops, params,
+    pieces, plan, problem, schedule, spec, table,
+)  # fmt: skip
+LENGTHS = [
+    (1, 700), (17, 2048), (64, 64), (70, 70), (300, 1000), (513, 513), (1000, 1000), (1024, 1024), (3000, 3001),
+]  # fmt: skip
+needs = pytest.mark.skipif(
+    not launch.available() or stubbed.COMPILER is None, reason="needs Triton, which repairs, and a C compiler"
+)
+
+
+def forget():
+    """All that was found out of problems, configs, kernels and launches."""
+    for module in KEEPING:
+        of_classes = [x for kind in vars(module).values() if isinstance(kind, type) for x in vars(kind).values()]
+        for kept in (*vars(module).values(), *of_classes):
+            kept = getattr(kept, "__func__", kept)
+            if isinstance(kept, Recent):
+                kept.clear()
+            elif hasattr(kept, "cache_clear"):
+                kept.cache_clear()
+
+
+def compiled(step):
+    """What stands for a kernel that Triton compiled for these arguments."""
+
+    def kind(x, constant):
+        if constant:
+            return "constexpr"
+        if isinstance(x, tuple):
+            return tuple(kind(part, False) for part in x)
+        letters = {torch.Tensor: "*fp32", float: "fp32"}
+        return letters.get(type(x)) or ("i32" if -(2**31) <= x < 2**31 else "i64")
+
+    given = zip(step.arguments.items(), step.kernel.params, strict=True)
+    signature = {name: kind(x, p.is_constexpr) for (name, x), p in given}
+    facts = SimpleNamespace(name=step.name, num_warps=step.tile.warps, shared=0)
+    made = SimpleNamespace(src=SimpleNamespace(signature=signature), metadata=facts, function=1)
+    return type("Compiled", (), {**vars(made), "__getitem__": lambda self, grid: lambda *_: None})()
+
+
+@contextmanager
+def launched():
+    """What rows of launches are made of, in their order; no kernel is compiled, none launched."""
+    found, launcher = [], row.launcher
+    with stubbed.stubbed() as stub, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row, "launcher", lambda *args: found.append(args) or launcher(*args))
+        patch.setattr(launch, "_by_triton", compiled)
+        patch.setattr(launch, "compile_together", lambda steps: None)
+        patch.setattr(launch, "interpreted", lambda: False)
+        patch.setattr(Direct, "serves", staticmethod(lambda *_: True))
+        patch.setattr(direct, "hooked", lambda: False)
+        stub.library.stub_quiet(1)
+        forget()
+        try:
+            yield found
+        finally:
+            forget()
+            stub.library.stub_quiet(0)
+
+
+def both(lengths, heads, dim, **options):
+    """A forward and a backward."""
+    q, k, v = (
+        torch.zeros(2, n, h, dim, dtype=torch.bfloat16, requires_grad=True)
+        for n, h in zip((lengths[0], lengths[1], lengths[1]), (heads[0], heads[1], heads[1]), strict=True)
+    )
+    out = sartor.attention(q, k, v, **options)
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+
+
+def told(steps, given, made):
+    """All that C, or Python, is told, in a form that compares."""
+    return steps, given, [(x.source, x.maps.operand, x.maps.boxes) if isinstance(x, lists.Mapped) else x for x in made]
+
+
+@needs
+@pytest.mark.parametrize(("dim", "heads"), [(64, (8, 8)), (128, (8, 2)), (192, (4, 4))], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 0)}, {"deterministic": True}], ids=str)
+def test_launches_are_those_of_a_fresh_process(options, heads, dim):
+    """Of forward and backward, repairs among them, in whichever order lengths come."""
+    order = random.Random(dim).sample(LENGTHS, len(LENGTHS))
+    with launched() as found:
+        made = []
+        for fresh in (False, True):
+            for lengths in order:
+                if fresh:
+                    forget()
+                found.clear()
+                both(lengths, heads, dim, **options)
+                first, last = found[0], found[-1]  # where repairs are not known, the row without them comes between
+                made.append((told(*first), told(*last)))
+    for lengths, known, anew in zip(order, made[: len(order)], made[len(order) :], strict=True):
+        assert known == anew, lengths
+        masked = "window" in options or ("causal" in options and lengths[0] > 1)
+        assert sum("repair" in step.name for step in known[1][0]) == 2 * masked
+
+
+@pytest.mark.parametrize("dim", [33, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_problems_are_those_of_calls_alone(dim, dtype):
+    """Also of tensors with gaps, turned, off 16 bytes, of one query or key, of layouts; masks follow the lengths."""
+    problem._PARSED.clear()
+    ways = {
+        "dense": lambda b, n, h, d: torch.empty(b, n, h, d, dtype=dtype),
+        "turned": lambda b, n, h, d: torch.empty(b, h, n, d, dtype=dtype).transpose(1, 2),
+        "gaps": lambda b, n, h, d: torch.empty(b, n, h, 2 * d, dtype=dtype)[..., :d],
+        "off": lambda b, n, h, d: torch.empty(b * n * h * d + 1, dtype=dtype)[1:].view(b, n, h, d),
+    }
+    some = [
+        (way, n, m, o) for way in ways for n, m in ((0, 3), (1, 3), (3, 1), (3, 3), (4, 7), (5, 5)) for o in range(4)
+    ]
+    random.Random(dim).shuffle(some)
+    for way, n, m, i in some:
+        options = ({}, {"causal": True}, {"window": (2, 1)}, {"layout": "bhsd", "softcap": 3.0})[i]
+        q, k, v = ways[way](2, n, 4, dim), ways[way](2, m, 2, dim), ways["dense"](2, m, 2, dim)
+        if "layout" in options:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        call = Call(q, k, v, **options)
+        found, wanted = Problem.parse_kind(call, call.key()), Problem.parse(call)
+        assert found == wanted
+        assert hash(found[0]) == hash(wanted[0])
+        assert found[0].kind == wanted[0].kind
+    wrong = Call(q, k, v[:, :, :-1] if "layout" in options else v[:, :-1])
+    with pytest.raises(ValueError, match="must have the"):
+        Problem.parse_kind(wrong, wrong.key())
+
+
+@needs
+@pytest.mark.parametrize(("options", "most"), [({}, 1230), ({"causal": True}, 1610)], ids=str)
+def test_what_the_host_does_of_a_length(options, most):
+    """Calls of functions, of Python and of C, of a forward and a backward with all that is kept for the next ones."""
+    count = 0
+
+    def seen(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    with launched(), torch.autograd.set_multithreading_enabled(False):
+        for n in range(1012, 1000, -1):
+            count = 0
+            sys.setprofile(seen)
+            try:
+                both((n, n), (4, 4), 128, **options)
+            finally:
+                sys.setprofile(None)
+    assert count <= most
