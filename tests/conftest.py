@@ -1,14 +1,12 @@
 """Memory that the package asks for uninitialised comes full of NaN: whoever reads it before writing is found out.
-Triton's interpreter, where it runs, does not look for the same names at each call.
+Triton's interpreter, where it runs, is hastened: see interpreted.py.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,21 +23,9 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # each has another card for
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(cards[first:] + cards[:first]))
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    # At each call of a device function it lists what Triton's modules hold, a third of its time. Only a patch changes
-    # what they hold, and a patch is of a name that was a built-in function before.
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
+    from interpreted import hasten
 
-    @cache
-    def _built_in(package):
-        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-
-    def _patch_builtin(package, builder, scope):
-        for name in _built_in(package):
-            if is_builtin(member := getattr(package, name)):
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    interpreter._patch_builtin = _patch_builtin
+    hasten()
 
 
 def _poisoned(make):
