@@ -12,6 +12,7 @@ import json
 import re
 from collections import defaultdict
 from importlib.resources import files
+from itertools import product
 from threading import get_ident
 
 import pytest
@@ -38,7 +39,8 @@ BATCH, LENGTH, HEADS = 4, 4096, 16
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
 HOT = ("forward", "dkdv", "dq")
 ROWS = [json.loads(line) for line in (files("sartor.tuning") / "data" / "sm90.jsonl").read_text().splitlines()]
-SOME = {16: (128,), 32: (64,)}  # by bits, head dims whose rows `make test` compiles
+# By bits, head dims whose rows `make test` compiles, those that are of all lengths, and of a backward one
+SOME = {16: (128,), 32: (64,)}
 OFTEN = {16: (64, 80, 96, 128, 256), 32: (64, 128)}  # those that `make test-all` compiles; `-m slow` the others
 MEASURED_WITH = "3.6.0"  # Triton of the rows
 ELSEWHERE_BYTES = 512  # what a row may spill, by thread, under another release
@@ -102,9 +104,10 @@ def row_id(row):
 
 
 def marked(row):
-    some, often = SOME[row["bits"]], OFTEN[row["bits"]]
-    others = pytest.mark.thorough if row["dim"] in often else pytest.mark.slow
-    return pytest.param(row, id=row_id(row), marks=() if row["dim"] in some else others)
+    others = pytest.mark.thorough if row["dim"] in OFTEN[row["bits"]] else pytest.mark.slow
+    some = row["dim"] in SOME[row["bits"]] and "keys" not in row
+    some &= row["kernel"].endswith("_forward") or row["mask"] == "band"
+    return pytest.param(row, id=row_id(row), marks=() if some else others)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
@@ -375,8 +378,11 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["triton_forward", "triton_backward", "fp32_forward", "fp32_backward"])
-@pytest.mark.parametrize("name", TABLES)
+KERNELS = ["triton_forward", "triton_backward", "fp32_forward", "fp32_backward"]
+IN_TURN = [*zip((*TABLES, "lengths"), KERNELS, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "kernel"), sample(product(TABLES, KERNELS), IN_TURN.__contains__))
 def test_loops_whose_ends_a_table_tells(name, kernel):
     """Of 64 bits, and so is what a loop computes from where it starts."""
     mask = TABLES[name](lambda *shape: torch.empty(shape, dtype=torch.int64, device="meta"))
@@ -386,8 +392,10 @@ def test_loops_whose_ends_a_table_tells(name, kernel):
         trace(source_of(step.kernel, step.arguments), step.tile, 90)
 
 
-@pytest.mark.parametrize("kernel", ["triton_forward", "triton_backward", "fp32_forward", "fp32_backward"])
-@pytest.mark.parametrize("numbers", [1, 5, 7])
+@pytest.mark.parametrize(
+    ("numbers", "kernel"),
+    sample(product([1, 5, 7], KERNELS), [*zip((1, 5, 7, 1), KERNELS, strict=True)].__contains__),
+)
 def test_dropout(numbers, kernel):
     """By seeds of whole problems, of parts, and of positions in steps: Triton reads them all."""
     seed = torch.empty(numbers, dtype=torch.int64, device="meta")

@@ -7,6 +7,7 @@ import operator
 from dataclasses import replace
 from functools import reduce
 from importlib.resources import files
+from itertools import product
 
 import pytest
 import torch
@@ -122,8 +123,9 @@ LISTED = {
 
 
 @pytest.mark.parametrize("name", sample(LISTED, ["table"].__contains__))
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dim", "groups"), sample(product([64, 128], [1, 2, 3]), [(64, 1), (128, 2), (64, 3)].__contains__)
+)
 def test_lists_of_key_tiles(dim, groups, name):
     """Of few queries and of many."""
     hole = mods.Mask(lambda b, h, q, kv: ((q // 64 - kv // 64).abs() <= 6) & ((q % 64 - kv % 64).abs() <= 6))
@@ -221,7 +223,10 @@ def test_few_queries_share_a_slice(seqlen_q):
     check(p, next(iter(SPEC.tiles(p, DEVICE))))
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "sinks": meta(8)}, {"softcap": 9.0}], ids=list)
+SPLIT = [{}, {"causal": True, "sinks": meta(8)}, {"softcap": 9.0}]
+
+
+@pytest.mark.parametrize("options", sample(SPLIT, lambda options: "softcap" not in options), ids=list)
 @pytest.mark.parametrize("dim", sample([36, 64, 96, 128, 256], lambda dim: dim == 128))
 def test_kv_splits(dim, options):
     p = problem(dim, heads=(8, 2), lengths=(5, 9000), **options)
@@ -276,7 +281,7 @@ DROPPED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sample(DROPPED, ("full", "band").__contains__))
+@pytest.mark.parametrize("name", sample(DROPPED, ("band",).__contains__))
 @pytest.mark.parametrize("dim", sample([40, 64, 96, 128, 160], lambda dim: dim == 128))
 def test_dropout(dim, name):
     """The first tile that leaves registers for the bits; and none beyond the head dims that have one."""
