@@ -4,6 +4,7 @@ Triton's interpreter, where it runs, is hastened: see interpreted.py.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -141,7 +142,10 @@ def _name(nodeid):
 
 
 def pytest_collection_finish(session):
-    """What passed before is of the plan."""
+    """What passed before is of the plan. What has been imported by now stays: tests that collect garbage, and a bench
+    does for each row, would walk its millions of objects."""
+    gc.collect()
+    gc.freeze()
     config = session.config
     path, worker = config.option.planned, getattr(config, "workerinput", {"workerid": "gw0"})
     if path and worker["workerid"] == "gw0":
