@@ -190,13 +190,13 @@ def test_dims(dim):
     check(problem(dim), next(iter(SPEC.tiles(problem(dim), DEVICE))))
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (64, 256), (40, 17)])
+@pytest.mark.parametrize(("dim", "dim_v"), sample([(192, 128), (64, 256), (40, 17)], lambda dims: dims != (192, 128)))
 def test_dim_v(dim, dim_v):
     p = problem(dim, dim_v)
     check(p, next(iter(SPEC.tiles(p, DEVICE))))
 
 
-@pytest.mark.parametrize("name", sample(dialects.SCORES, list(dialects.SCORES)[::8].__contains__))
+@pytest.mark.parametrize("name", sample(dialects.SCORES, ["of_signs"].__contains__))
 def test_scores_of_every_operator(name):
     p = problem(128, score=dialects.scores(4, 1000, 1000, "meta")[name])
     SPEC.compile(p, choose(p, DEVICE).tile)

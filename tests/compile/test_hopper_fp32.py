@@ -92,7 +92,10 @@ def test_rows_that_begin_anywhere(dim):
     check(p, first_tile(p))
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (256, 32), (64, 128), (40, 17)])
+DIMS = [(192, 128), (256, 32), (64, 128), (40, 17)]
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), sample(DIMS, [(256, 32), (64, 128)].__contains__))
 def test_dim_v(dim, dim_v):
     p = problem(dim, dim_v, causal=True)
     check(p, first_tile(p))
