@@ -17,7 +17,11 @@ from sartor import kernels
 
 BEFORE, PASSED = pytest.StashKey(), pytest.StashKey()  # names in the file `--passed`, and their items
 
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # each has another card for its first
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # Threads of one process wait for those that another one's keep from a core, and take a core to wait
+    share = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(share))))
+    # Each has another card for its first
     cards = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     first = int(worker[2:]) % (len(cards) or 1)
     if cards:
