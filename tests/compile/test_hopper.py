@@ -7,13 +7,12 @@ import operator
 from dataclasses import replace
 from functools import reduce
 from importlib.resources import files
-from itertools import product
 
 import pytest
 import torch
 
 import dialects
-from samples import sample
+from samples import grid, sample
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.hopper import arch
@@ -122,11 +121,13 @@ LISTED = {
 }
 
 
-@pytest.mark.parametrize("name", sample(LISTED, ["table"].__contains__))
 @pytest.mark.parametrize(
-    ("dim", "groups"), sample(product([64, 128], [1, 2, 3]), [(64, 1), (128, 2), (64, 3)].__contains__)
-)
-def test_lists_of_key_tiles(dim, groups, name):
+    ("name", "dim", "groups"),
+    grid(
+        LISTED, [64, 128], [1, 2, 3], kept=[("table", 64, 1), ("table", 128, 2), ("table", 64, 3)].__contains__
+    ),
+)  # fmt: skip
+def test_lists_of_key_tiles(name, dim, groups):
     """Of few queries and of many."""
     hole = mods.Mask(lambda b, h, q, kv: ((q // 64 - kv // 64).abs() <= 6) & ((q % 64 - kv % 64).abs() <= 6))
     p = problem(dim, mask=hole, **{"lengths": (4096, 4096), **LISTED[name]})

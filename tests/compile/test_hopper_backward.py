@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from samples import sample
+from samples import grid, sample
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Operands, Plan, Saved
@@ -112,14 +112,14 @@ def test_kernels(dim, options):
         assert sound(config) == {"hopper_backward", *(["preprocess"] if "dq" in config.gradients else [])}
 
 
+ONES = [(64, {"causal": True}, torch.float16), (128, {"causal": True}, torch.bfloat16)]
+
+
 @pytest.mark.parametrize(
-    ("dim", "dtype"),
-    sample(
-        product([64, 128], [torch.float16, torch.bfloat16]), [(64, torch.float16), (128, torch.bfloat16)].__contains__
-    ),
+    ("dim", "options", "dtype"),
+    grid([64, 128], MASKS, [torch.bfloat16, torch.float16], kept=ONES.__contains__),
     ids=str,
 )
-@pytest.mark.parametrize("options", sample(MASKS, lambda options: "causal" in options), ids=str)
 def test_one_sweep(dim, options, dtype):
     (config,) = Config.all(problem(dim, dtype=dtype, **options))
     assert sound(config) == {"hopper_backward", "preprocess", "round_dq"}
@@ -147,13 +147,13 @@ def test_one_sweep_of_more_columns(dim):
 
 
 @pytest.mark.parametrize(
-    ("dim", "deterministic", "name"),
-    sample(
-        product([64, 96, 128, 256], [False, True], FROM_TABLES),
-        [(128, True, "documents"), (256, True, "causal documents"), (128, False, "packed")].__contains__,
+    ("dim", "name", "deterministic"),
+    grid(
+        [64, 96, 128, 256], FROM_TABLES, [False, True],
+        kept=[(128, "documents", True), (256, "causal documents", True), (128, "packed", False)].__contains__,
     ),
-)
-def test_intervals_from_tables(dim, deterministic, name):
+)  # fmt: skip
+def test_intervals_from_tables(dim, name, deterministic):
     """A block keeps them in shared memory where there is room, and a table says which block begins when."""
     for config in Config.all(problem(dim, deterministic=deterministic, **from_tables(name))):
         assert "order_blocks" in sound(config, spills=8 if dim == 96 else 0)
@@ -216,7 +216,7 @@ def test_bias_of_pairs(name, dim):
 
 @pytest.mark.parametrize(
     ("dim", "batch", "causal"),
-    sample(product([64, 128], [2, 1], [False, True]), [(64, 2, False), (128, 1, True)].__contains__),
+    grid([64, 128], [2, 1], [False, True], kept=[(64, 2, False), (128, 1, True)].__contains__),
 )
 def test_gradient_of_a_bias(dim, batch, causal):
     """Stored, or summed over the items of a batch."""
@@ -251,11 +251,11 @@ def test_scores_that_bury(dim, options):
 
 @pytest.mark.parametrize(
     ("dim", "deterministic", "causal"),
-    sample(
-        product([64, 96, 128, 160, 256], [False, True], [False, True]),
-        [(128, False, True), (128, True, False)].__contains__,
+    grid(
+        [64, 96, 128, 160, 256], [False, True], [False, True],
+        kept=[(128, False, True), (128, True, False)].__contains__,
     ),
-)
+)  # fmt: skip
 def test_changed_scores(dim, deterministic, causal):
     """No spills where the derivative is 1; else a few words, and more where one sweep holds 64 scores a thread."""
     options = {"causal": causal, "deterministic": deterministic}

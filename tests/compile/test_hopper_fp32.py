@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 import torch
 
-from samples import sample
+from samples import grid, sample
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Tile
@@ -74,8 +74,9 @@ FEATURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dim", sample([64, 128], lambda dim: dim == 128))
-@pytest.mark.parametrize("name", sample(FEATURES, ["document", "all"].__contains__))
+@pytest.mark.parametrize(
+    ("name", "dim"), grid(FEATURES, [64, 128], kept=[("document", 128), ("all", 128)].__contains__)
+)
 def test_features(name, dim):
     p = problem(dim, **FEATURES[name])
     check(p, first_tile(p))
