@@ -50,6 +50,15 @@ def poison(monkeypatch):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """What is there when a module begins, millions of objects that imports have made, stays: who collects garbage, as a
+    bench does for each row, walks what came since. Not where it may hold a GPU's memory."""
+    if not torch.cuda.is_available():
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def pending(request, monkeypatch):
     """Tests on a GPU take what none has run yet: they are what it waits for."""
@@ -146,10 +155,7 @@ def _name(nodeid):
 
 
 def pytest_collection_finish(session):
-    """What passed before is of the plan. What has been imported by now stays: tests that collect garbage, and a bench
-    does for each row, would walk its millions of objects."""
-    gc.collect()
-    gc.freeze()
+    """What passed before is of the plan."""
     config = session.config
     path, worker = config.option.planned, getattr(config, "workerinput", {"workerid": "gw0"})
     if path and worker["workerid"] == "gw0":
