@@ -18,7 +18,7 @@ from threading import get_ident
 import pytest
 import torch
 
-from samples import sample
+from samples import grid, sample
 from sartor import kernels, mods
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Operands, Plan, Saved, Tile
@@ -156,7 +156,10 @@ OTHERS = [
     (100, 104, "band", "triton_backward"), (100, 240, "full", "triton_forward"), (100, 256, "band", "triton_backward"),
     (100, 64, "full", "fp32_forward"), (100, 64, "band", "fp32_backward"),
 ]  # fmt: skip
-ELSEWHERE = sample(BANDS + OTHERS, lambda case: case[1] == 64 and case[3] in ("fp32_forward", "triton_forward")) + FULL
+OFTEN_ELSEWHERE = [case for case in BANDS if case[:2] in ((80, 64), (100, 128))] + OTHERS
+ELSEWHERE = FULL + sample(
+    BANDS + OTHERS, lambda case: case[1] == 64 and case[3] in ("fp32_forward", "triton_forward"), OFTEN_ELSEWHERE
+)
 
 
 @pytest.mark.parametrize(("arch", "dim", "mask", "kernel"), ELSEWHERE)
@@ -196,8 +199,7 @@ SOME_MODS = [("bias", "triton_backward"), ("softcap", "triton_forward")]
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel"),
-    sample([(name, f"triton_{way}") for name in MODS for way in ("forward", "backward")], SOME_MODS.__contains__),
+    ("name", "kernel"), grid(MODS, ["triton_forward", "triton_backward"], kept=SOME_MODS.__contains__)
 )
 def test_float32_with_mods(name, kernel):
     """Every mod compiles in float32, on the tile that planning takes; the products are not in tf32 unasked."""
@@ -214,12 +216,10 @@ def test_float32_with_mods(name, kernel):
             assert not found.count("HGMMA"), launch_name
 
 
-@pytest.mark.parametrize("arch", sample([80, 90], lambda arch: arch == 90))
 @pytest.mark.parametrize(
-    ("name", "kernel"),
-    sample(
-        [(name, f"fp32_{way}") for name in ("bias", "sinks") for way in ("forward", "backward")],
-        [("bias", "fp32_forward")].__contains__,
+    ("name", "kernel", "arch"),
+    grid(
+        ["bias", "sinks"], ["fp32_forward", "fp32_backward"], [90, 80], kept=[("bias", "fp32_forward", 90)].__contains__
     ),
 )
 def test_pairs_with_mods(name, kernel, arch):
