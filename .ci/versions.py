@@ -51,13 +51,14 @@ def told(line: str) -> tuple[str, float] | None:
 
 def why_not(python: str, found: tuple[str, float] | None, tested: set[tuple[str, str]]) -> str:
     """The sentence that says why a pair is not tested, or nothing."""
+    if not there(f"python{python}"):
+        return f"skipped, as there is no python{python}"
     if found is None:
         return f"skipped, as pip names no wheel within {WAIT} s"
     if (python, found[0]) in tested:
         return "tested already"
-    if found[1] > SMALL:
-        return f"skipped, as its wheel has {found[1]:.0f} MB, more than {SMALL}: a build for CUDA"
-    return "" if there(f"python{python}") else f"skipped, as there is no python{python}"
+    big = f"skipped, as its wheel has {found[1]:.0f} MB, more than {SMALL}: a build for CUDA"
+    return big if found[1] > SMALL else ""
 
 
 def there(python: str) -> bool:
@@ -74,7 +75,7 @@ def main() -> None:
     print(f"Python {own[0]}, torch {own[1]}: tested by `make test`")
     for python in PYTHONS:
         for torch in (f"torch=={lowest[1]}.*", "torch"):
-            found = wheel(python, torch)
+            found = wheel(python, torch) if there(f"python{python}") else None
             sentence = why_not(python, found, tested)
             print(f"Python {python}, {torch}{f' is {found[0]}' if found else ''}: {sentence or 'tests'}", flush=True)
             if found and not sentence:

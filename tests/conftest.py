@@ -1,14 +1,13 @@
 """Memory that the package asks for uninitialised comes full of NaN: whoever reads it before writing is found out.
-Triton's interpreter, where it runs, does not look for the same names at each call.
+Triton's interpreter, where it runs, is hastened: see interpreted.py.
 """
 
 from __future__ import annotations
 
-import inspect
+import gc
 import json
 import os
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,28 +17,20 @@ from sartor import kernels
 
 BEFORE, PASSED = pytest.StashKey(), pytest.StashKey()  # names in the file `--passed`, and their items
 
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # each has another card for its first
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # Threads of one process wait for those that another one's keep from a core, and take a core to wait
+    share = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(share))))
+    # Each has another card for its first
     cards = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     first = int(worker[2:]) % (len(cards) or 1)
     if cards:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(cards[first:] + cards[:first]))
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    # At each call of a device function it lists what Triton's modules hold, a third of its time. Only a patch changes
-    # what they hold, and a patch is of a name that was a built-in function before.
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
+    from interpreted import hasten
 
-    @cache
-    def _built_in(package):
-        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-
-    def _patch_builtin(package, builder, scope):
-        for name in _built_in(package):
-            if is_builtin(member := getattr(package, name)):
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    interpreter._patch_builtin = _patch_builtin
+    hasten()
 
 
 def _poisoned(make):
@@ -57,6 +48,15 @@ def poison(monkeypatch):
     """H05: `torch.empty`, `empty_like` and `new_empty` give poison to `sartor`."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """What is there when a module begins, millions of objects that imports have made, stays: who collects garbage, as a
+    bench does for each row, walks what came since. Not where it may hold a GPU's memory."""
+    if not torch.cuda.is_available():
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,13 @@ import json
 import re
 from collections import defaultdict
 from importlib.resources import files
+from itertools import product
 from threading import get_ident
 
 import pytest
 import torch
 
-from samples import sample
+from samples import grid, sample
 from sartor import kernels, mods
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Operands, Plan, Saved, Tile
@@ -38,7 +39,8 @@ BATCH, LENGTH, HEADS = 4, 4096, 16
 DTYPES = {16: torch.bfloat16, 32: torch.float32}
 HOT = ("forward", "dkdv", "dq")
 ROWS = [json.loads(line) for line in (files("sartor.tuning") / "data" / "sm90.jsonl").read_text().splitlines()]
-SOME = {16: (128,), 32: (64,)}  # by bits, head dims whose rows `make test` compiles
+# By bits, head dims whose rows `make test` compiles, those that are of all lengths, and of a backward one
+SOME = {16: (128,), 32: (64,)}
 OFTEN = {16: (64, 80, 96, 128, 256), 32: (64, 128)}  # those that `make test-all` compiles; `-m slow` the others
 MEASURED_WITH = "3.6.0"  # Triton of the rows
 ELSEWHERE_BYTES = 512  # what a row may spill, by thread, under another release
@@ -102,9 +104,10 @@ def row_id(row):
 
 
 def marked(row):
-    some, often = SOME[row["bits"]], OFTEN[row["bits"]]
-    others = pytest.mark.thorough if row["dim"] in often else pytest.mark.slow
-    return pytest.param(row, id=row_id(row), marks=() if row["dim"] in some else others)
+    others = pytest.mark.thorough if row["dim"] in OFTEN[row["bits"]] else pytest.mark.slow
+    some = row["dim"] in SOME[row["bits"]] and "keys" not in row
+    some &= row["kernel"].endswith("_forward") or row["mask"] == "band"
+    return pytest.param(row, id=row_id(row), marks=() if some else others)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
@@ -153,7 +156,10 @@ OTHERS = [
     (100, 104, "band", "triton_backward"), (100, 240, "full", "triton_forward"), (100, 256, "band", "triton_backward"),
     (100, 64, "full", "fp32_forward"), (100, 64, "band", "fp32_backward"),
 ]  # fmt: skip
-ELSEWHERE = sample(BANDS + OTHERS, lambda case: case[1] == 64 and case[3] in ("fp32_forward", "triton_forward")) + FULL
+OFTEN_ELSEWHERE = [case for case in BANDS if case[:2] in ((80, 64), (100, 128))] + OTHERS
+ELSEWHERE = FULL + sample(
+    BANDS + OTHERS, lambda case: case[1] == 64 and case[3] in ("fp32_forward", "triton_forward"), OFTEN_ELSEWHERE
+)
 
 
 @pytest.mark.parametrize(("arch", "dim", "mask", "kernel"), ELSEWHERE)
@@ -193,8 +199,7 @@ SOME_MODS = [("bias", "triton_backward"), ("softcap", "triton_forward")]
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel"),
-    sample([(name, f"triton_{way}") for name in MODS for way in ("forward", "backward")], SOME_MODS.__contains__),
+    ("name", "kernel"), grid(MODS, ["triton_forward", "triton_backward"], kept=SOME_MODS.__contains__)
 )
 def test_float32_with_mods(name, kernel):
     """Every mod compiles in float32, on the tile that planning takes; the products are not in tf32 unasked."""
@@ -211,12 +216,10 @@ def test_float32_with_mods(name, kernel):
             assert not found.count("HGMMA"), launch_name
 
 
-@pytest.mark.parametrize("arch", sample([80, 90], lambda arch: arch == 90))
 @pytest.mark.parametrize(
-    ("name", "kernel"),
-    sample(
-        [(name, f"fp32_{way}") for name in ("bias", "sinks") for way in ("forward", "backward")],
-        [("bias", "fp32_forward")].__contains__,
+    ("name", "kernel", "arch"),
+    grid(
+        ["bias", "sinks"], ["fp32_forward", "fp32_backward"], [90, 80], kept=[("bias", "fp32_forward", 90)].__contains__
     ),
 )
 def test_pairs_with_mods(name, kernel, arch):
@@ -375,8 +378,11 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["triton_forward", "triton_backward", "fp32_forward", "fp32_backward"])
-@pytest.mark.parametrize("name", TABLES)
+KERNELS = ["triton_forward", "triton_backward", "fp32_forward", "fp32_backward"]
+IN_TURN = [*zip((*TABLES, "lengths"), KERNELS, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "kernel"), sample(product(TABLES, KERNELS), IN_TURN.__contains__))
 def test_loops_whose_ends_a_table_tells(name, kernel):
     """Of 64 bits, and so is what a loop computes from where it starts."""
     mask = TABLES[name](lambda *shape: torch.empty(shape, dtype=torch.int64, device="meta"))
@@ -386,8 +392,10 @@ def test_loops_whose_ends_a_table_tells(name, kernel):
         trace(source_of(step.kernel, step.arguments), step.tile, 90)
 
 
-@pytest.mark.parametrize("kernel", ["triton_forward", "triton_backward", "fp32_forward", "fp32_backward"])
-@pytest.mark.parametrize("numbers", [1, 5, 7])
+@pytest.mark.parametrize(
+    ("numbers", "kernel"),
+    sample(product([1, 5, 7], KERNELS), [*zip((1, 5, 7, 1), KERNELS, strict=True)].__contains__),
+)
 def test_dropout(numbers, kernel):
     """By seeds of whole problems, of parts, and of positions in steps: Triton reads them all."""
     seed = torch.empty(numbers, dtype=torch.int64, device="meta")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dialects
-from samples import sample
+from samples import grid, sample
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.hopper import arch
@@ -121,10 +121,13 @@ LISTED = {
 }
 
 
-@pytest.mark.parametrize("name", sample(LISTED, ["table"].__contains__))
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_lists_of_key_tiles(dim, groups, name):
+@pytest.mark.parametrize(
+    ("name", "dim", "groups"),
+    grid(
+        LISTED, [64, 128], [1, 2, 3], kept=[("table", 64, 1), ("table", 128, 2), ("table", 64, 3)].__contains__
+    ),
+)  # fmt: skip
+def test_lists_of_key_tiles(name, dim, groups):
     """Of few queries and of many."""
     hole = mods.Mask(lambda b, h, q, kv: ((q // 64 - kv // 64).abs() <= 6) & ((q % 64 - kv % 64).abs() <= 6))
     p = problem(dim, mask=hole, **{"lengths": (4096, 4096), **LISTED[name]})
@@ -188,13 +191,13 @@ def test_dims(dim):
     check(problem(dim), next(iter(SPEC.tiles(problem(dim), DEVICE))))
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (64, 256), (40, 17)])
+@pytest.mark.parametrize(("dim", "dim_v"), sample([(192, 128), (64, 256), (40, 17)], lambda dims: dims != (192, 128)))
 def test_dim_v(dim, dim_v):
     p = problem(dim, dim_v)
     check(p, next(iter(SPEC.tiles(p, DEVICE))))
 
 
-@pytest.mark.parametrize("name", sample(dialects.SCORES, list(dialects.SCORES)[::8].__contains__))
+@pytest.mark.parametrize("name", sample(dialects.SCORES, ["of_signs"].__contains__))
 def test_scores_of_every_operator(name):
     p = problem(128, score=dialects.scores(4, 1000, 1000, "meta")[name])
     SPEC.compile(p, choose(p, DEVICE).tile)
@@ -221,7 +224,10 @@ def test_few_queries_share_a_slice(seqlen_q):
     check(p, next(iter(SPEC.tiles(p, DEVICE))))
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "sinks": meta(8)}, {"softcap": 9.0}], ids=list)
+SPLIT = [{}, {"causal": True, "sinks": meta(8)}, {"softcap": 9.0}]
+
+
+@pytest.mark.parametrize("options", sample(SPLIT, lambda options: "softcap" not in options), ids=list)
 @pytest.mark.parametrize("dim", sample([36, 64, 96, 128, 256], lambda dim: dim == 128))
 def test_kv_splits(dim, options):
     p = problem(dim, heads=(8, 2), lengths=(5, 9000), **options)
@@ -276,7 +282,7 @@ DROPPED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sample(DROPPED, ("full", "band").__contains__))
+@pytest.mark.parametrize("name", sample(DROPPED, ("band",).__contains__))
 @pytest.mark.parametrize("dim", sample([40, 64, 96, 128, 160], lambda dim: dim == 128))
 def test_dropout(dim, name):
     """The first tile that leaves registers for the bits; and none beyond the head dims that have one."""

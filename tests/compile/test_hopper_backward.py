@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
-from samples import sample
+from samples import grid, sample
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Operands, Plan, Saved
@@ -75,8 +76,12 @@ def sound(config, spills=0):
     return set(binary.resources)
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": (8, 2)}, {"dtype": torch.float16}], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+LISTED = {}, {"heads": (8, 2)}, {"dtype": torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("dim", "options"), sample(product([64, 128], LISTED), lambda case: (case[0] == 128) == (case[1] == {})), ids=str
+)
 def test_lists_of_tiles(dim, options):
     """One sweep over a list of query tiles; others walk none, nor one that tables order."""
 
@@ -93,9 +98,11 @@ def test_lists_of_tiles(dim, options):
     assert sound(replace(config, listed=True)) >= {"hopper_backward", "preprocess", "round_dq"}
 
 
-@pytest.mark.parametrize("options", MASKS, ids=str)
+DIMS = [64, 72, 80, 96, 112, 128, 136, 160, 176, 192, 224, 256]
+
+
 @pytest.mark.parametrize(
-    "dim", sample([64, 72, 80, 96, 112, 128, 136, 160, 176, 192, 224, 256], lambda dim: dim in (80, 128, 256))
+    ("dim", "options"), sample(product(DIMS, MASKS), [*zip((128, 256, 80), MASKS, strict=True)].__contains__), ids=str
 )
 def test_kernels(dim, options):
     configs = Config.all(problem(dim, deterministic=True, **options))
@@ -105,9 +112,14 @@ def test_kernels(dim, options):
         assert sound(config) == {"hopper_backward", *(["preprocess"] if "dq" in config.gradients else [])}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", sample(MASKS, lambda options: "causal" in options), ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+ONES = [(64, {"causal": True}, torch.float16), (128, {"causal": True}, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("dim", "options", "dtype"),
+    grid([64, 128], MASKS, [torch.bfloat16, torch.float16], kept=ONES.__contains__),
+    ids=str,
+)
 def test_one_sweep(dim, options, dtype):
     (config,) = Config.all(problem(dim, dtype=dtype, **options))
     assert sound(config) == {"hopper_backward", "preprocess", "round_dq"}
@@ -134,10 +146,14 @@ def test_one_sweep_of_more_columns(dim):
     assert [m.dim for m in Config.all(problem(dim, causal=True, deterministic=True))] == 2 * [dim + 8]
 
 
-@pytest.mark.parametrize("name", FROM_TABLES)
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", sample([64, 96, 128, 256], lambda dim: dim in (128, 256)))
-def test_intervals_from_tables(dim, deterministic, name):
+@pytest.mark.parametrize(
+    ("dim", "name", "deterministic"),
+    grid(
+        [64, 96, 128, 256], FROM_TABLES, [False, True],
+        kept=[(128, "documents", True), (256, "causal documents", True), (128, "packed", False)].__contains__,
+    ),
+)  # fmt: skip
+def test_intervals_from_tables(dim, name, deterministic):
     """A block keeps them in shared memory where there is room, and a table says which block begins when."""
     for config in Config.all(problem(dim, deterministic=deterministic, **from_tables(name))):
         assert "order_blocks" in sound(config, spills=8 if dim == 96 else 0)
@@ -167,8 +183,9 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", sample(SEEN, lambda name: name in ("alone", "causal")))
+@pytest.mark.parametrize(
+    ("name", "dim"), sample(product(SEEN, [64, 128]), [("alone", 64), ("causal", 128)].__contains__)
+)
 def test_bool_tensors(name, dim):
     """Bits of them come to shared memory; a few words are spilled, none of a product."""
     options, seen, spills = SEEN[name]
@@ -187,8 +204,9 @@ ADDED = {
 }
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", sample(ADDED, lambda name: name in ("alone", "causal")))
+@pytest.mark.parametrize(
+    ("name", "dim"), sample(product(ADDED, [64, 128]), [("alone", 64), ("causal", 128)].__contains__)
+)
 def test_bias_of_pairs(name, dim):
     """The copy engine brings it, a tile at a time."""
     options, spills = ADDED[name]
@@ -196,17 +214,21 @@ def test_bias_of_pairs(name, dim):
     assert {"hopper_backward", "find_highest"} <= sound(config, spills)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", [(2, 4), (1, 4)], ids=["stored", "summed"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_gradient_of_a_bias(dim, shape, causal):
-    (config,) = Config.all(problem(dim, bias=pairs(*shape, dtype=torch.bfloat16), bias_gradient=True, causal=causal))
+@pytest.mark.parametrize(
+    ("dim", "batch", "causal"),
+    grid([64, 128], [2, 1], [False, True], kept=[(64, 2, False), (128, 1, True)].__contains__),
+)
+def test_gradient_of_a_bias(dim, batch, causal):
+    """Stored, or summed over the items of a batch."""
+    bias = pairs(batch, 4, dtype=torch.bfloat16)
+    (config,) = Config.all(problem(dim, bias=bias, bias_gradient=True, causal=causal))
     assert {"hopper_backward", "find_highest"} <= sound(config)
-    assert config.defines()["DADDED"] == (1 if shape == (2, 4) else 2)
+    assert config.defines()["DADDED"] == (1 if batch == 2 else 2)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dim", "causal"), sample(product([64, 128], [False, True]), [(64, False), (128, True)].__contains__)
+)
 def test_one_key_head(dim, causal):
     """Where few blocks of keys are left, several share their query heads, and another launch adds up what they made."""
     shared = problem(dim, heads=(32, 1), causal=causal)
@@ -227,12 +249,16 @@ def test_scores_that_bury(dim, options):
     assert ["find_highest" in sound(config, spills=16) for config in configs] == [True] + [False] * (len(configs) - 1)
 
 
-@pytest.mark.parametrize("options", MASKS[:2], ids=str)
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", sample([64, 96, 128, 160, 256], lambda dim: dim == 128))
-def test_changed_scores(dim, deterministic, options):
+@pytest.mark.parametrize(
+    ("dim", "deterministic", "causal"),
+    grid(
+        [64, 96, 128, 160, 256], [False, True], [False, True],
+        kept=[(128, False, True), (128, True, False)].__contains__,
+    ),
+)  # fmt: skip
+def test_changed_scores(dim, deterministic, causal):
     """No spills where the derivative is 1; else a few words, and more where one sweep holds 64 scores a thread."""
-    options = options | {"deterministic": deterministic}
+    options = {"causal": causal, "deterministic": deterministic}
     for config in Config.all(problem(dim, alibi_slopes=meta(4, dtype=torch.float32), **options)):
         sound(config)
     for config in Config.all(problem(dim, softcap=30.0, **options)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
-from samples import sample
+from samples import grid, sample
 from sartor import kernels, mods, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.spec import Operands, Plan, Saved
@@ -31,14 +33,17 @@ def problem(dim=128, dim_v=None, heads=(4, 4), lengths=(1000, 1000), **options):
     return Problem.of(Call(*(meta(*s) for s in shapes), **options))
 
 
-@pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+DIMS = [(17, 17), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (128, 40)]
+SOME = [((64, 64), False), ((128, 128), True), ((128, 40), True)]
+
+
 @pytest.mark.parametrize(
-    ("dim", "dim_v"),
-    sample([(n, n) for n in (17, 64, 80, 96, 112, 128)] + [(128, 40)], [(64, 64), (128, 128), (128, 40)].__contains__),
+    ("dims", "keys", "causal"),
+    grid(DIMS, [False, True], [False, True], kept=lambda case: (case[0], case[2]) in SOME),
+    ids=str,
 )
-def test_kernels(dim, dim_v, causal, keys):
-    config = Config(problem(dim, dim_v, causal=causal), keys)
+def test_kernels(dims, keys, causal):
+    config = Config(problem(*dims, causal=causal), keys)
     binary = config.compile()
     (found,) = binary.resources.values()
     assert found.spill_bytes <= (MOST_SPILLS if keys else 0)
@@ -46,8 +51,9 @@ def test_kernels(dim, dim_v, causal, keys):
     assert config.shared_bytes <= launch.smem_limit(DEVICE)
 
 
-@pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dim", "keys"), sample(product([64, 128], [False, True]), [(64, True), (128, False)].__contains__)
+)
 def test_documents(dim, keys):
     """A block keeps their intervals in shared memory where there is room."""
     config = Config(problem(dim, mask=mods.document(meta(2, 1000, dtype=torch.int32))), keys)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samples import sample
+from samples import grid
 from sartor import kernels, nvrtc, plan
 from sartor.device import ARCHITECTURES
 from sartor.kernels.hopper import pieces as cutting
@@ -34,12 +34,17 @@ def problem(dim=256, dim_v=None, heads=(4, 4), n=(1000, 1000), batch=2, dtype=to
     return Problem.of(Call(*(torch.empty((batch, *s), dtype=dtype, device="meta") for s in shapes), **options))
 
 
-@pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize(("dim", "dim_v"), sample(DIMS, lambda dims: dims == (192, 128)))
-@pytest.mark.parametrize("dtype", sample([torch.bfloat16, torch.float16], lambda t: t == torch.bfloat16), ids=str)
-def test_kernels(dim, dim_v, options, dtype):
+@pytest.mark.parametrize(
+    ("dims", "options", "dtype"),
+    grid(
+        DIMS, MASKS, [torch.bfloat16, torch.float16],
+        kept=lambda case: (case[0], case[2]) == ((192, 128), torch.bfloat16),
+    ),
+    ids=str,
+)  # fmt: skip
+def test_kernels(dims, options, dtype):
     """No spill, no product serialised; what C++ asserts of shared memory is what was laid out."""
-    p = problem(dim, dim_v, dtype=dtype, **options)
+    p = problem(*dims, dtype=dtype, **options)
     for config, names in ((OfKeys(p), {"wide_dkdv", "preprocess"}), (OfQueries(p), {"wide_dq"})):
         binary = config.compile()
         assert set(binary.resources) == names

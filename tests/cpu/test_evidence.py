@@ -31,7 +31,7 @@ RESULTS = sorted(p.parent for p in (ROOT / "benchmarks" / "results").glob("*/evi
 RUNS = [(folder, run) for folder in RESULTS for run in Evidence.load(folder).runs]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl")) if ROOT else []
 NAMES = [n for n in (*kernels.FORWARD, *kernels.BACKWARD) if n.startswith(GPU_KERNELS)]
-SECONDS = 40  # after which no further fingerprint is begun
+SECONDS = 20  # after which no further fingerprint is begun
 TRIES = 8  # ptxas may give the registers of a kernel that spills other numbers from run to run, of one PTX
 pytestmark = pytest.mark.skipif(ROOT is None, reason="evidence and records lie in a checkout")
 on_devices = pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
@@ -106,7 +106,9 @@ def test_shared_heads_and_masks_are_what_passed(folder: Path, name: str) -> None
 
 @on_devices
 @needs_compilers
-def test_a_sample_of_fingerprints_is_what_passed(folder: Path, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("turn", ["first", pytest.param("second", marks=pytest.mark.thorough)])
+def test_a_sample_of_fingerprints_is_what_passed(folder: Path, turn: str, tmp_path: Path, monkeypatch) -> None:
+    """The second turn goes on where the first one stopped: what has been compared is in the disk cache."""
     evidence, start, compared = Evidence.load(folder), time.monotonic(), 0
     if evidence.device is None or not evidence.passed:
         pytest.skip("nothing passed yet on a device that is known")

@@ -33,22 +33,14 @@ FEATURES = (
     "case_whole_tiles_as_planned", "case_a_dropout_mask_is_the_references_bit_for_bit", "case_dropout_with_features",
     "case_dropout_with_what_else_there_is", "case_dropout_as_planned", "case_dropout_of_a_part",
 )  # fmt: skip
-INTERPRETED = pytest.mark.skipif(
-    shared.INSIDE or not launch.available(), reason="runs the cases in other processes, with Triton"
-)
 
 
-@INTERPRETED
-@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(3, 2))
-def test_features(part, parts, marks):
-    names = [f"{shared.__file__}::{name}" for name in FEATURES]
-    shared.run_cases(names[part::parts], marks, SARTOR_TEST_KERNEL="fp32")
-
-
-@INTERPRETED
-@pytest.mark.parametrize(("part", "parts", "marks"), shared.shares(1, 1))
-def test_pairs(part, parts, marks):
-    shared.run_cases([f"{__file__}::{name}" for name in globals() if name.startswith("case_")][part::parts], marks)
+@pytest.mark.skipif(shared.INSIDE or not launch.available(), reason="runs the cases in other processes, with Triton")
+@pytest.mark.parametrize(("half", "mark"), shared.HALVES)
+def test_interpreter(half, mark):
+    own = [f"{__file__}::{name}" for name in globals() if name.startswith("case_")]
+    names = [*(f"{shared.__file__}::{name}" for name in FEATURES), *own]
+    shared.run_cases(names[half::2], mark, SARTOR_TEST_KERNEL="fp32")
 
 
 def results(q, k, v, dout, kernel="fp32", **options):

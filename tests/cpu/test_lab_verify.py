@@ -261,25 +261,29 @@ def test_only_what_was_judged_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert verify.verify(tmp_path, tmp_path, torch.device("cuda"), lambda text: None) == {}, "all passed"
 
 
-def collected(tmp_path: Path, *names: str) -> dict[str, set[str]]:
-    """The tests of `pytest -m gpu --kernels`, and what each judges; modules that need a GPU to be imported are left
-    out."""
-    root, path = checkout(), tmp_path / "planned.json"
+def collected(tmp_path: Path, *kernels: str) -> list[dict[str, set[str]]]:
+    """For each `--kernels` the tests of `pytest -m gpu`, and what each judges; modules that need a GPU to be imported
+    are left out."""
+    root, paths = checkout(), [tmp_path / f"planned{i}.json" for i in range(len(kernels))]
     if root is None:
         pytest.skip("tests lie in a checkout")
-    which = ["--kernels", ",".join(names)] if names else []
-    command = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "--collect-only", "-q", *which, "tests/gpu"]
-    done = subprocess.run([*command, f"--planned={path}"], cwd=root, capture_output=True, text=True, check=False)
+    common = ["-m", "gpu and not slow", "--collect-only", "-q", "tests/gpu"]
+    runs = [[*common, f"--kernels={names}", f"--planned={path}"] for names, path in zip(kernels, paths, strict=True)]
+    code = f"import pytest, sys; sys.exit(max(map(pytest.main, {runs})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    every = {name.removeprefix("tests.gpu."): about for name, about in json.loads(path.read_text()).items()}
-    return {name: set(wanted.KERNELS if about is None else about.split()) for name, about in every.items()}
+    found = []
+    for path in paths:
+        every = {name.removeprefix("tests.gpu."): about for name, about in json.loads(path.read_text()).items()}
+        found.append({name: set(wanted.KERNELS if about is None else about.split()) for name, about in every.items()})
+    return found
 
 
 def test_every_kernel_has_tests_of_its_own_and_none_of_another(tmp_path: Path) -> None:
     """A parameter `dtype` or `kernel` tells that a test cannot judge a kernel which does not take it."""
-    every = collected(tmp_path)
+    every, chosen = collected(tmp_path, "", "hopper_backward")
     by = {kernel: {name for name, about in every.items() if kernel in about} for kernel in wanted.KERNELS}
-    assert set(collected(tmp_path, "hopper_backward")) == by["hopper_backward"]
+    assert set(chosen) == by["hopper_backward"]
     for kernel in ("triton_backward", "hopper_backward", "fp32_backward"):
         assert {"test_gpu_random", "test_gpu_packed", "test_gpu"} <= {name.split("::")[0] for name in by[kernel]}
     assert any("test_gpu_hopper_backward" in name for name in by["hopper_backward"] - by["triton_backward"])

@@ -109,13 +109,20 @@ def test_ci_reads_what_pip_begins_to_fetch(versions: Any, line: str, found: Any)
 
 
 def test_ci_says_why_a_version_is_not_tested(versions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "there", lambda name: name == "python3.11")
+    monkeypatch.setattr(versions, "there", lambda name: name != "python3.12")
     tested = {("3.11", "2.13.0")}
     assert "no wheel" in versions.why_not("3.14", None, tested)
     assert versions.why_not("3.11", ("2.13.0", 190.0), tested) == "tested already"
     assert "527 MB" in versions.why_not("3.11", ("2.12.0", 526.6), tested)
-    assert "no python3.12" in versions.why_not("3.12", ("2.13.0", 190.0), tested)
+    assert "no python3.12" in versions.why_not("3.12", None, tested)
     assert versions.why_not("3.11", ("2.9.1", 190.0), tested) == ""
+
+
+def test_ci_asks_pip_nothing_for_a_python_that_is_not_there(versions: Any, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(versions, "there", lambda name: False)
+    monkeypatch.setattr(versions, "wheel", lambda *pair: pytest.fail("pip is asked"))
+    versions.main()
+    assert capsys.readouterr().out.count("as there is no python3.") == 10
 
 
 def test_ci_passes_over_a_command_that_does_not_run(versions: Any, tmp_path: Path, monkeypatch) -> None:

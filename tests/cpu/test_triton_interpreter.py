@@ -48,20 +48,18 @@ def tiles(large, small):
 SMALL, FINE = tiles(64, 32), tiles(32, 16)
 
 
-def shares(some, others):
-    """Which part of the cases, of how many, by their mark: those of `make test`, and those left to `make test-all`."""
-    every_time, rest = ([(i, n, mark) for i in range(n)] for n, mark in ((some, "not thorough"), (others, "thorough")))
-    return sample(every_time + rest, every_time.__contains__)
+# Halves of the cases, by their mark: those of `make test`, and those left to `make test-all`
+HALVES = sample([(half, mark) for mark in ("not thorough", "thorough") for half in (0, 1)], lambda x: "not" in x[1])
 
 
 @pytest.mark.skipif(INSIDE, reason="runs the cases in other processes")
 @pytest.mark.skipif(not launch.available(), reason="needs Triton")
-@pytest.mark.parametrize(("part", "parts", "marks"), shares(3, 3))
-def test_interpreter(part, parts, marks):
-    run_cases([f"{__file__}::{n}" for n in globals() if n.startswith("case_")][part::parts], marks)
+@pytest.mark.parametrize(("half", "mark"), HALVES)
+def test_interpreter(half, mark):
+    run_cases([f"{__file__}::{n}" for n in globals() if n.startswith("case_")][half::2], mark)
 
 
-def run_cases(names, marks="not thorough", **environment):
+def run_cases(names, mark="not thorough", **environment):
     """Run cases in a process in which Triton interprets."""
     command = [
         sys.executable,
@@ -75,7 +73,7 @@ def run_cases(names, marks="not thorough", **environment):
         "-o",
         "python_functions=case_*",
         "-m",
-        marks,
+        mark,
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1"} | environment
     done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True)
