@@ -174,8 +174,8 @@ def _steps(p: Problem, x: Operands, saved: Saved, sms: int) -> list[Step]:
 
 
 def like_gradient(t: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies as the gradient of t will."""
-    return t if without_gaps(t) else dense_like(t)
+    """A tensor that lies as the gradient of t will: t itself, but for strides that nothing is multiplied with."""
+    return t if without_gaps(t) and 1 not in t.shape else dense_like(t)
 
 
 def pair_maps(t: torch.Tensor, rows: int) -> tuple[nvrtc.TensorMaps, dict[str, int]]:
