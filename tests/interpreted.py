@@ -1,4 +1,4 @@
-"""Triton's interpreter without work whose result it has already, or throws away: it computes the same in a fifth of the
+"""Triton's interpreter without work whose result it has already, or throws away: it computes the same in a third of the
 time. Its parts are those of Triton 3.6; with other releases it runs as it comes.
 """
 
