@@ -45,7 +45,8 @@ def _kept(x: Inputs, change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
 
 def _packed(w: Workload, x: Inputs, function: Any = sartor.flash_attn_varlen_func, **given: Any) -> Attend:
     assert x.ids is not None
-    view, counts = _kept(x, lambda t: t[0].transpose(0, 1)), torch.bincount(x.ids[0])
+    # no index, whose gradient autograd would copy into zeros
+    view, counts = _kept(x, lambda t: t.squeeze(0).transpose(0, 1)), torch.bincount(x.ids[0])
     ends, longest = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), int(counts.max())
     given = given or {"causal": bool(w.pattern.causal)}
 
