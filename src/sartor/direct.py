@@ -137,8 +137,7 @@ class Direct:
                 for place in path:
                     value = value[place]
                 fixed[i] = ctypes.c_float(value).value if letter == "f" else value
-        letters, _, given, function, kernel, _, block, shared = self.step
-        same.step = driver.Step(letters, fixed, given, function, kernel, (grid, 1, 1), block, shared)
+        same.step = self.step._replace(fixed=fixed, grid=(grid, 1, 1))
         same.launches = driver.Launches(same.step)
         return same
 
@@ -176,9 +175,8 @@ class Direct:
     def among(self, places: Mapping[Any, int]) -> driver.Step:
         """The launch as one of several that share values: `places` has theirs by names of arguments, or, of what is
         inside of a tuple, by (name, *path)."""
-        letters, fixed, _, function, kernel, grid, block, shared = self.step
         given = tuple([places[(name, *path) if path else name] for name, path in self.changing])
-        return driver.Step(letters, fixed, given, function, kernel, grid, block, shared)
+        return self.step._replace(given=given)
 
 
 def _found(compiled: Any, arguments: dict[str, Any]) -> list[Leaf]:

@@ -322,6 +322,7 @@ _MAP_DTYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_, by bytes
 _PROMOTIONS = {64: 1, 128: 2, 256: 3}  # CU_TENSOR_MAP_L2_PROMOTION_L2_, by bytes
 _INTERLEAVE_NONE, _ZEROS_BEYOND = 0, 0
+_PROMOTION = 256  # bytes, where a box does not say
 MAP_ALIGNMENT = 64  # bytes, of a CUtensorMap
 
 
@@ -351,7 +352,7 @@ class TensorMaps(dict[int, bytes]):
 
 def tensor_map(
     address: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int,
-    promotion: int = 256,
+    promotion: int = _PROMOTION,
 ) -> bytes:  # fmt: skip
     """A TMA tensor map: 128 bytes that a kernel takes as a `__grid_constant__` parameter.
 
@@ -394,7 +395,7 @@ class MapArguments(NamedTuple):
     @classmethod
     def of(
         cls, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int,
-        promotion: int = 256,
+        promotion: int = _PROMOTION,
     ) -> MapArguments:  # fmt: skip
         """As of `tensor_map`. Where rows do not start on sectors, fetching more around them costs."""
         aligned = math.gcd(32, *strides) == 32

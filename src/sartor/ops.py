@@ -21,7 +21,7 @@ from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermos
 from sartor.mods.core import lookup, tensors_of
 from sartor.mods.recent import Recent
 from sartor.plan import advice, choose, choose_backward
-from sartor.problem import Call, Problem, Template, aux_values, wide
+from sartor.problem import Call, Problem, Template, aux_values, changed, wide
 
 Tensor = torch.Tensor
 
@@ -97,9 +97,7 @@ class Prepared:
 
 def own(plan: Plan) -> Plan:
     """The plan with a cache of its own: what a kernel keeps there fits the strides of one call key only."""
-    found = object.__new__(Plan)
-    found.__dict__.update(plan.__dict__, cache={})
-    return found
+    return changed(plan, cache={})
 
 
 PREPARED = Recent(2048)  # by call key; a plan keeps some ten kilobytes: launches, frames, tensor maps

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from sartor.mods.program import Program
 from sartor.mods.recent import Recent
 from sartor.mods.tracing import AuxValue, four_dims, resolve
 
+T = TypeVar("T")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_DIM = 512
 FARTHEST = 2**24  # elements from row to row, with up to 128 rows in a tile
@@ -96,8 +97,9 @@ class Call:
         bias, mask, score, slopes, sinks = self.bias, self.mask, self.score, self.alibi_slopes, self.sinks
         plain = bias is None and mask is None and score is None and slopes is None and sinks is None
         return (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15,
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),  # LENGTHS_TO
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15,
             None if plain else tuple(extra_key(x) for x in (bias, mask, score, slopes, sinks)),
             self.causal, self.window, self.softmax_scale, self.softcap, self.bits_repeat,
             self.out_dtype, self.kernel, self.precision, self.layout, self.bias_gradient,
@@ -197,7 +199,7 @@ class Problem:
         sq, skv, lie = q.shape[at], k.shape[at], (_lies(q, at), _lies(k, at), _lies(v, at))
         if sq < 2 or skv < 2 or v.shape[at] != skv or None in lie:
             return cls.parse(call)
-        kind = *lie, *key[6:]
+        kind = *lie, *key[LENGTHS_TO:]
         known = _PARSED.get(kind)
         if known is None:
             problem, _, values = cls._parse(call)
@@ -250,10 +252,7 @@ class Problem:
 
     def of_lengths(self, seqlen_q: int, seqlen_kv: int) -> Problem:
         """The same problem with other lengths."""
-        found = object.__new__(Problem)
-        found.__dict__.update(self.__dict__, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
-        found.__dict__["_hash"] = None
-        return found
+        return changed(self, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, _hash=None)
 
     def __hash__(self) -> int:
         known = self.__dict__
@@ -288,8 +287,16 @@ class Problem:
         )
 
 
+LENGTHS_TO = 6  # parts of `Call.key` that hang on lengths, the first ones
 _KINDS = Recent(1024)
 _PARSED = Recent(256)  # a problem, and aux values for all lengths, by what calls of its kind have in common
+
+
+def changed(x: T, **fields: Any) -> T:
+    """A frozen dataclass with other fields, and with what cached properties found of x; nothing is checked."""
+    found = object.__new__(type(x))
+    found.__dict__.update(x.__dict__, **fields)
+    return found
 
 
 def mask_class(p: Problem) -> str:
@@ -308,10 +315,12 @@ def mask_class(p: Problem) -> str:
 
 
 def _lies(t: torch.Tensor, at: int) -> tuple[int, ...] | None:
-    """Of a tensor without gaps the dims but for its length, which is at a place, and which one is outer; else None."""
-    outer = t.is_contiguous() or (0 if t.transpose(1, 2).is_contiguous() else None)
-    b, *of, d = t.shape
-    return None if outer is None else (b, of[2 - at], d, outer)
+    """Of a tensor without gaps the dims but for its length, which is at `at`, and whether it is contiguous as it is and
+    not with dims 1 and 2 in each other's place; else None."""
+    contiguous = t.is_contiguous()
+    if not (contiguous or t.transpose(1, 2).is_contiguous()):
+        return None
+    return t.shape[0], t.shape[3 - at], t.shape[3], contiguous
 
 
 def without_gaps(t: torch.Tensor) -> bool:

@@ -26,12 +26,12 @@ DEVICE void philox(u32 (&c)[4], u64 key) {
 // with the threshold at once, from their lowest bit on: where a bit is the threshold's, the bits below decide
 DEVICE u32 decide(const u32 (&c)[4], u32 steps) {
   u32 stay = c[0] * 0x9e3779b9u < steps << 24 ? 0 : ~0u;  // where the numbers are equal: by the patch
-  UNROLL for (int half = 8; half <= 12; half += 4) {
+  UNROLL for (int pass = 0; pass < 2; pass++) {  // the lower four bits of the numbers, then the upper ones
+    if (pass) stay <<= 4;
     UNROLL for (int j = 0; j < 4; j++) {
       const u32 zeros = (steps >> (8 + j) & 1 ? 0 : 0x0f0f0f0fu) | (steps >> (12 + j) & 1 ? 0 : 0xf0f0f0f0u);
       stay = (c[j] & zeros) | (stay & (c[j] | zeros));
     }
-    if (half == 8) stay <<= 4;
   }
   return stay;
 }
@@ -60,9 +60,10 @@ template <int N, bool ACROSS = false> struct Stay {
 
   // `row`: the first of the warp's 16; `column`: the first, in sixteens
   DEVICE void draw(u64 seed, u32 steps, int batch, int head, int row, int column, int lane) {
-    constexpr int apart = ACROSS ? 1 : 2;  // bits, of an even row's and an odd one's
+    constexpr int apart = ACROSS ? 1 : 2;  // bits from an even row's to an odd one's
+    constexpr u32 even = ACROSS ? 0xa0a0a0a0 : 0xc0c0c0c0;
     const bool odd = lane & 4;
-    const u32 own = odd ? 0xf0f0f0f0u & ~(ACROSS ? 0xa0a0a0a0u : 0xc0c0c0c0u) : ACROSS ? 0xa0a0a0a0u : 0xc0c0c0c0u;
+    const u32 own = odd ? even >> apart : even;
     UNROLL for (int i = 0; i < (N + 63) / 64; i++) bits[i] = 0;
     UNROLL for (int t = 0; t < N / 16; t += 2) {
       const bool two = t + 1 < N / 16;

@@ -18,7 +18,7 @@ from sartor.kernels.hopper import arch
 from sartor.kernels.hopper.backward_problem import adder, change, columns, dadded, from_tables, fused, mask, near, parts
 from sartor.kernels.room import Room
 from sartor.kernels.triton.backward import padded_rows
-from sartor.problem import Problem
+from sartor.problem import Problem, changed
 
 PARAMS = Params(
     "hopper_backward",
@@ -100,12 +100,7 @@ class Config:
     def all(cls, p: Problem) -> list[Config]:
         """The configs of the kernels that a problem takes, in the order of their launches: those of its kind, with what
         is known of them."""
-        found = []
-        for m in _of_kind(p if p.bias_shape else p.kind, parts(p) > 1):
-            same = object.__new__(cls)
-            same.__dict__.update(m.__dict__, p=p)
-            found.append(same)
-        return found
+        return [changed(m, p=p) for m in _of_kind(p if p.bias_shape else p.kind, parts(p) > 1)]
 
     @property
     def keys(self) -> bool:

@@ -29,7 +29,7 @@ from sartor.kernels.hopper.schedule import Schedule
 from sartor.kernels.spec import Again, KernelSpec, Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
 from sartor.mods.recent import Recent
-from sartor.problem import Problem, rows_on_16_bytes
+from sartor.problem import Problem, changed, rows_on_16_bytes
 from sartor.replay.lists import At, Made, Mapped, Record
 
 PARAMS = Params(
@@ -435,11 +435,9 @@ def _config(p: Problem, tile: Tile) -> Config:
     known = _FIELDS.get(key)
     if known is None:
         m = Config.of(p, tile)
-        known = dict(m.__dict__) | {name: getattr(m, name) for name in PLANNED}
+        known = changed(m, **{name: getattr(m, name) for name in PLANNED})
         _FIELDS.add(key, known)
-    found = object.__new__(Config)
-    found.__dict__.update(known, p=p)
-    return found
+    return changed(known, p=p)  # type: ignore[no-any-return]
 
 
 def _informed(m: Config) -> Config:
