@@ -17,9 +17,10 @@ from sartor.device import ARCHITECTURES
 from sartor.kernels import blocks
 from sartor.kernels.spec import Tile
 from sartor.kernels.triton import launch
-from sartor.lab.measure import fingerprint, machine_code, rehearsal
+from sartor.lab.measure import fingerprint, machine_code, providers, rehearsal
+from sartor.lab.measure.planned import planned
 from sartor.lab.measure.rehearsal import Launched
-from sartor.lab.workloads.workload import Workload
+from sartor.lab.workloads.workload import Inputs, Workload
 from sartor.plan import choose, choose_backward
 from sartor.problem import Call, Problem
 from sartor.tuning import table
@@ -271,3 +272,20 @@ def test_the_backward_of_one_column_compiles():
     call = Call(q, k, k, kernel="triton")
     plans = choose(Problem.of(call), ARCHITECTURES[90]), choose_backward(Problem.of(call), ARCHITECTURES[90])
     assert [x.name for x in rehearsal.launches(call, *plans, "fwd_bwd")] == ["forward", "preprocess", "dkdv", "dq"]
+
+
+@needs_nvrtc
+@needs_triton
+@pytest.mark.parametrize(
+    "w", [replace(SMALL, dim=64, dim_v=64, mask="causal"), replace(SMALL, heads_kv=1, mask="alibi")], ids=str
+)
+def test_a_training_step_is_its_forward_and_its_backward(w: Workload) -> None:
+    """What each launches alone: a step passed where both did."""
+    empty, steps = Inputs.without_data(w), {}
+    call = Call(empty.q, empty.k, empty.v, **providers.options(w, empty))
+    for mode in ("fwd", "bwd", "fwd_bwd"):
+        steps[mode] = rehearsal.launches(call, *planned("sartor", w, empty, H200), mode)
+    assert steps["fwd_bwd"] == steps["fwd"] + steps["bwd"]
+    parts = [fingerprint.fingerprint("sartor", replace(w, mode=mode), H200) for mode in ("fwd", "bwd")]
+    step = fingerprint.fingerprint("sartor", replace(w, mode="fwd_bwd"), H200)
+    assert step == tuple(map(fingerprint.JOINS.join, zip(*parts, strict=True)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sartor.lab.evidence import gpu_tests, verify, wanted
-from sartor.lab.evidence.evidence import Evidence
+from sartor.lab.evidence.evidence import Evidence, cases
 from sartor.lab.measure import check
 from sartor.lab.measure.fingerprint import Found
 from sartor.lab.show import tables
@@ -182,8 +182,8 @@ def test_no_kernel_is_sound_by_tests_that_did_not_run() -> None:
     assert verify.sound(outcome(failed=gpu_tests.STOP_AT), [], wanted.KERNELS) == []
 
 
-FWD, BWD, STEP = (f"sartor {mode} bfloat16 B1 H8 N128 D64 full" for mode in ("fwd", "bwd", "fwd_bwd"))
-PLANS = {FWD: "hopper_forward[a]", BWD: "hopper_backward[b]", STEP: "hopper_forward[a]; hopper_backward[b]"}
+FWD, BWD = (f"sartor {mode} bfloat16 B1 H8 N128 D64 full" for mode in ("fwd", "bwd"))
+PLANS = {FWD: "hopper_forward[a]", BWD: "hopper_backward[b]"}
 ROW = "2x4 bwd"
 
 
@@ -200,29 +200,23 @@ def today(**changed: str) -> dict[str, Found]:
 
 @pytest.mark.parametrize(
     ("now", "names"),
-    [
-        (today(), ()),
-        (today(fwd="new", fwd_bwd="new"), ("hopper_forward",)),
-        (today(bwd="new", fwd_bwd="new"), ("hopper_backward",)),
-        (today(fwd_bwd="new"), ("hopper_forward", "hopper_backward")),  # either
-    ],
+    [(today(), ()), (today(fwd="new"), ("hopper_forward",)), (today(bwd="new"), ("hopper_backward",))],
 )
 def test_kernels_that_changed_are_wanted(now: dict[str, Found], names: tuple[str, ...]) -> None:
     assert wanted.changed(Evidence((passed(),)), now) == names
     assert set(wanted.changed(Evidence(), now)) == {"hopper_forward", "hopper_backward"}
 
 
-def test_a_training_step_is_judged_with_one_kernel_where_the_other_is_what_passed() -> None:
-    old = Evidence((passed(),))
-    assert wanted.judged(old, today(bwd="new", fwd_bwd="new"), ["hopper_backward"]) == {BWD, STEP}
-    assert wanted.judged(old, today(fwd="new", bwd="new", fwd_bwd="new"), ["hopper_backward"]) == {BWD}
+def test_a_kernel_is_judged_by_its_own_cases() -> None:
+    assert wanted.judged(today(), ["hopper_backward"]) == {BWD}
+    assert {w.mode for _, w in cases()} == {"fwd", "bwd", "decode", "graph"}, "of a step its two parts"
 
 
 def test_a_run_takes_the_place_of_what_earlier_ones_said_of_its_cases() -> None:
     """What it did not judge keeps the commit at which it passed; what it judged and did not pass has none."""
     old = Evidence((passed("old"),))
     run = {"commit": "new", "fingerprints": {BWD: ["hopper_backward[b]", "new"]}, "accuracy": []}
-    runs = old.after(run, {BWD, STEP}, PLANS)
+    runs = old.after(run, {BWD}, PLANS)
     assert [(r["commit"], list(r["fingerprints"])) for r in runs] == [("old", [FWD]), ("new", [BWD])]
     assert runs[0]["accuracy"] == [{"workload": ROW, "commit": "old"}]
     again = {**passed("last"), "fingerprints": {FWD: ["hopper_forward[a]", "new"]}}
@@ -243,7 +237,7 @@ def test_only_what_was_judged_is_written(tmp_path: Path, monkeypatch: pytest.Mon
         asked.append(names)
         return outcome(*against, failed=len(against)) | {"modules": {}}
 
-    now = today(bwd="new", fwd_bwd="new")
+    now = today(bwd="new")
     monkeypatch.setattr(verify, "fingerprints", lambda device, deadline, tell, of=None: now)
     monkeypatch.setattr(verify, "run_tests", run_tests)
     monkeypatch.setattr(verify, "cases", lambda: [(name.split()[0], name.partition(" ")[2]) for name in PLANS])
@@ -252,7 +246,7 @@ def test_only_what_was_judged_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(verify.check, "run", lambda *_, **rest: [])
     monkeypatch.setattr(verify, "environment", lambda device: {"device": "h200", "commit": "new"})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
-    for left in ({FWD: "old"}, {FWD: "old", BWD: "new", STEP: "new"}):
+    for left in ({FWD: "old"}, {FWD: "old", BWD: "new"}):
         verify.verify(tmp_path, tmp_path, torch.device("cuda"), lambda text: None)
         found = json.loads((folder / "evidence.json").read_text())["runs"]
         assert {name: run["commit"] for run in found for name in run["fingerprints"]} == left

@@ -14,7 +14,7 @@ import torch
 from sartor.device import ARCHITECTURES, Device
 from sartor.lab.ladder import catalogue
 from sartor.lab.measure import check
-from sartor.lab.measure.fingerprint import GPU_KERNELS, Case, Found, key
+from sartor.lab.measure.fingerprint import GPU_KERNELS, JOINS, Case, Found, key
 from sartor.lab.measure.records import Record
 from sartor.lab.workloads import suites
 
@@ -80,18 +80,19 @@ def _holds(r: Record, known: Mapping[str, Found]) -> bool:
             return r.plan is None or r.fingerprint == rung.source_hash()
     elif r.base_provider != "sartor" or not (r.plan or "").startswith(GPU_KERNELS):
         return True
-    found = known.get(key(r.provider, r.workload))
-    return r.plan is None or (found is not None and found.fingerprint == r.fingerprint)
+    found = [known[name].fingerprint for name in (key(r.provider, part) for part in r.workload.parts) if name in known]
+    return r.plan is None or r.fingerprint == JOINS.join(found)
 
 
 def cases() -> Iterator[Case]:
-    """Everything of ours that is verified: what suites measure, rungs that show our kernels, the accuracy table."""
+    """Everything of ours that is verified: what suites measure, rungs that show our kernels, the accuracy table. Of a
+    training step its forward and its backward, each of which runs one kernel."""
     for name in suites.available():
         if name not in ELSEWHERE:
             for w, who in suites.load(name).cases:
                 for provider in who:
                     if provider.split(":")[0] == "sartor" or provider in _products():
-                        yield provider, w
+                        yield from ((provider, part) for part in w.parts)
     yield from check.cases(torch.device("cuda"))
 
 

@@ -59,9 +59,9 @@ def verify(
         only = None if own is None else {fingerprint.key(*case) for case in own}
         rows = check.run(device, only=only, deadline=start + limit_s)
         now = printing.result()
-    judged, passed = wanted.judged(evidence, now, names), sound(tests, rows, names)
+    judged, passed = wanted.judged(now, names), sound(tests, rows, names)
     against = set(names) - set(passed)
-    good = [key for key in sorted(judged) if not wanted.kernels_of(now[key].plan) & against]
+    good = [key for key in sorted(judged) if wanted.kernel_of(now[key].plan) not in against]
     run = {
         "kernels": passed,
         "fingerprints": {key: list(now[key]) for key in good},

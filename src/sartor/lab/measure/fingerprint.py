@@ -35,6 +35,7 @@ from sartor.lab.measure.planned import planned
 from sartor.lab.workloads.workload import Inputs, Workload
 from sartor.problem import Call
 
+JOINS = "; "
 GPU_KERNELS = ("triton", "hopper", "fp32")  # their evidence is made on a GPU; the others' by every test run
 Case = tuple[str, Workload]  # a provider, and what it computes
 NOT_LAUNCHED = ("lab", "compat", "testing", "cli.py")  # parts of the package that no launch depends on
@@ -43,7 +44,8 @@ HERE = ("measure/machine_code.py", "measure/rehearsal.py", "measure/fingerprint.
 
 
 class Found(NamedTuple):
-    """The plans of a workload in words, without where their tiles come from, and its fingerprint."""
+    """The plan of a workload in words, without where its tile comes from, and its fingerprint. A training step has two
+    of each, joined: its forward's, and its backward's."""
 
     plan: str
     fingerprint: str
@@ -57,6 +59,10 @@ def key(provider: str, w: Workload) -> str:
 def fingerprint(provider: str, w: Workload, device: Device) -> Found | None:
     """Of a provider of ours on a workload. None for others, for kernels without launches of their own, and where
     nothing can run it."""
+    if w.mode == "fwd_bwd":
+        parts = [fingerprint(provider, part, device) for part in w.parts]
+        known = [part for part in parts if part]
+        return Found(*map(JOINS.join, zip(*known, strict=True))) if len(known) == len(parts) else None
     if provider.startswith("rung:"):
         rung = catalogue.find(provider.removeprefix("rung:"))
         if not rung.kernel:
@@ -71,9 +77,7 @@ def fingerprint(provider: str, w: Workload, device: Device) -> Found | None:
         return None
     kernel = provider.partition(":")[2] if provider.startswith("sartor:") else "auto"
     call = Call(x.q, x.k, x.v, kernel=kernel, **providers.options(w, x))
-    plans = [forward, backward] if w.mode == "fwd_bwd" else [plan]
-    text = "; ".join(words(p) for p in plans if p is not None)
-    return Found(text, digest(rehearsal.launches(call, forward, backward, w.mode)))
+    return Found(words(plan), digest(rehearsal.launches(call, forward, backward, w.mode)))
 
 
 def words(plan: Plan) -> str:
@@ -135,7 +139,7 @@ def on_disk(provider: str, w: Workload, device: Device) -> bool:
     Triton's kernels, which have a cache of their own."""
     data = disk.read(_place(provider, w, device))
     found = json.loads(data) if data is not None else None
-    return found is not None and all(plan.startswith("hopper") for plan in Found(*found).plan.split("; "))
+    return found is not None and all(plan.startswith("hopper") for plan in Found(*found).plan.split(JOINS))
 
 
 def _place(provider: str, w: Workload, device: Device) -> str:

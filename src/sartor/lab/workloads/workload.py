@@ -188,6 +188,11 @@ class Workload:
         return float(np.maximum(-(-last // keys) - first // keys, 0).sum()) * rows * keys
 
     @property
+    def parts(self) -> tuple[Workload, ...]:
+        """Forward and backward of a training step, each a workload; else itself."""
+        return tuple(replace(self, mode=mode) for mode in ("fwd", "bwd")) if self.mode == "fwd_bwd" else (self,)
+
+    @property
     def flops(self) -> float:
         """Useful FLOPs: 2 * batch * heads * pairs * (dim + dim_v) forward, 2.5 times that backward."""
         return 2.0 * self.batch * self.heads_q * self.pairs * (self.dim + self.dim_v) * FACTORS[self.mode]
