@@ -188,7 +188,7 @@ class Problem:
 
     @classmethod
     def parse_kind(cls, call: Call, key: tuple[Any, ...]) -> tuple[Problem, Template]:
-        """The same of a call with this key; once for all lengths, where q, k and v are all there is, without gaps."""
+        """The same of a call with this key; once for all lengths, where q, k and v are all there is."""
         q, k, v, at = call.q, call.k, call.v, 1 if call.layout == "bshd" else 2
         plain = q.__class__ in PLAIN and k.__class__ in PLAIN and v.__class__ in PLAIN and q.dim() == k.dim() == 4
         alone = call.bias is None and call.mask is None and call.score is None and call.alibi_slopes is None
@@ -196,10 +196,10 @@ class Problem:
         # of such head dims rows start on 16 bytes, whatever the lengths are
         if not (plain and alone and v.dim() == 4 and q.shape[3] % 8 == v.shape[3] % 8 == 0):
             return cls.parse(call)
-        sq, skv, lie = q.shape[at], k.shape[at], (_lies(q, at), _lies(k, at), _lies(v, at))
-        if sq < 2 or skv < 2 or v.shape[at] != skv or None in lie:
+        sq, skv = q.shape[at], k.shape[at]
+        if sq < 2 or skv < 2 or v.shape[at] != skv:
             return cls.parse(call)
-        kind = *lie, *key[LENGTHS_TO:]
+        kind = _lies(q, at), _lies(k, at), _lies(v, at), *key[LENGTHS_TO:]
         known = _PARSED.get(kind)
         if known is None:
             problem, _, values = cls._parse(call)
@@ -314,13 +314,14 @@ def mask_class(p: Problem) -> str:
     return "window" if p.program.has_lower_end else "band"
 
 
-def _lies(t: torch.Tensor, at: int) -> tuple[int, ...] | None:
-    """Of a tensor without gaps the dims but for its length, which is at `at`, and whether it is contiguous as it is and
-    not with dims 1 and 2 in each other's place; else None."""
+def _lies(t: torch.Tensor, at: int) -> tuple[Any, ...]:
+    """Of a tensor the dims but for its length, which is at `at`, and what a problem says of how it lies."""
+    b, h, d = t.shape[0], t.shape[3 - at], t.shape[3]
     contiguous = t.is_contiguous()
-    if not (contiguous or t.transpose(1, 2).is_contiguous()):
-        return None
-    return t.shape[0], t.shape[3 - at], t.shape[3], contiguous
+    if contiguous or t.transpose(1, 2).is_contiguous():
+        return b, h, d, contiguous
+    t = t if at == 1 else t.transpose(1, 2)
+    return b, h, d, is_copied(t), rows_on_16_bytes(t)
 
 
 def without_gaps(t: torch.Tensor) -> bool:

@@ -128,10 +128,16 @@ def test_launches_are_those_of_a_fresh_process(options, heads, dim):
 def test_problems_are_those_of_calls_alone(dim, dtype):
     """Also of tensors with gaps, turned, off 16 bytes, of one query or key, of layouts; masks follow the lengths."""
     problem._PARSED.clear()
+    far = problem.FARTHEST + 8
     ways = {
         "dense": lambda b, n, h, d: torch.empty(b, n, h, d, dtype=dtype),
         "turned": lambda b, n, h, d: torch.empty(b, h, n, d, dtype=dtype).transpose(1, 2),
         "gaps": lambda b, n, h, d: torch.empty(b, n, h, 2 * d, dtype=dtype)[..., :d],
+        "uneven": lambda b, n, h, d: torch.empty(b, n, h, d + 1, dtype=dtype)[..., :d],
+        "cut": lambda b, n, h, d: torch.empty(b, n + 5, h, d, dtype=dtype)[:, :n],
+        "fused": lambda b, n, h, d: torch.empty(b, n, 3, h, d, dtype=dtype)[:, :, 1],
+        "columns": lambda b, n, h, d: torch.empty(b, n, h, 2 * d, dtype=dtype)[..., ::2],
+        "far": lambda b, n, h, d: torch.empty(b, n, far, dtype=dtype)[..., : h * d].unflatten(2, (h, d)),
         "off": lambda b, n, h, d: torch.empty(b * n * h * d + 1, dtype=dtype)[1:].view(b, n, h, d),
     }
     some = [
