@@ -139,6 +139,27 @@ def test_errors_say_what_was_expected():
         F.scaled_dot_product_attention(q, k[:, :, :, :3], v)
 
 
+@pytest.mark.parametrize(("query", "error"), [(None, TypeError), (torch.tensor(1.0), ValueError)])
+def test_errors_name_what_is_no_tensor_of_rows(query, error):
+    with ours.activate(), pytest.raises(error, match="query must"):
+        F.scaled_dot_product_attention(query, *qkv(1, 2, 5, 8)[1:])
+
+
+class OneCall(torch.nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_graphs_of_others_name_pytorchs_function():
+    x = torch.randn(1, 2, 3, 8)
+    want = OneCall()(x)
+    with ours.activate():
+        traced, scripted = torch.fx.symbolic_trace(OneCall()), torch.jit.script(OneCall())
+    assert "scaled_dot_product_attention" in traced.code
+    torch.testing.assert_close(traced(x), want)
+    torch.testing.assert_close(scripted(x), want)
+
+
 def test_pytorchs_causal_bias(calls):
     q = qkv(1, 2, 3, 8)[0]
     _, k, v = qkv(1, 2, 5, 8)
@@ -196,9 +217,25 @@ def test_jagged_of_other_lengths(calls):
         out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, kv, kv)))
         with pytest.warns(UserWarning, match="equal lengths"), pytest.raises(RuntimeError):
             F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, kv, kv)), is_causal=True)
+        other = nested([4, 1], seed=2)
+        with pytest.warns(UserWarning, match="key and value must have equal lengths"), pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, kv, other)))
+        one = nested([3, 2], heads=1)
+        with pytest.warns(UserWarning, match="enable_gqa must be True"), pytest.raises((RuntimeError, ValueError)):
+            F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (nested([3, 2]), one, one)))
     parts = [t.unbind()[1].transpose(0, 1)[None] for t in (q, kv, kv)]
     torch.testing.assert_close(out.unbind()[1], F.scaled_dot_product_attention(*parts)[0])
     assert len(calls) == 1
+
+
+def test_strided_nested_tensors_are_pytorchs(calls):
+    x = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
+    want = F.scaled_dot_product_attention(x, x, x)
+    with ours.activate(), pytest.warns(UserWarning, match="jagged nested ones all"):
+        found = F.scaled_dot_product_attention(x, x, x)
+    for a, b in zip(found.unbind(), want.unbind(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not calls
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0)])

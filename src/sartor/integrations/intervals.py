@@ -39,6 +39,14 @@ class Place:
         """(1, seqlen_q): of each query in its sequence."""
         return torch.arange(self.seqlen_q, device=self.device)[None] + self.q_offset
 
+    def reaches_all(self, left: int | None) -> bool:
+        """Whether keys at most so far before a query are known to be all before it, the last query too."""
+        if left is None:
+            return True
+        if isinstance(self.q_offset, Tensor):  # a static cache holds the queries' own keys
+            return left >= self.seqlen_kv - 1
+        return left >= self.q_offset + self.seqlen_q - 1 - self.kv_offset
+
     @property
     def last_is_last(self) -> bool:
         """Whether the last query is known to be the last key's, as `attention` aligns them."""
@@ -224,7 +232,7 @@ def of_one(band: Band, place: Place, first: Tensor | None, end: int) -> Mask | N
         None where the query is known to see all keys.
     """
     own = place.q_offset - place.kv_offset
-    left = None if band.left is None or band.left >= place.seqlen_kv - 1 else band.left
+    left = None if place.reaches_all(band.left) else band.left
     lo = first if first is None or not place.kv_offset else first - place.kv_offset
     if left is not None:
         least = own - left

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.fx import Proxy
+from torch.jit._builtins import _register_builtin
 from torch.overrides import has_torch_function
 
 from sartor.api import attention
@@ -65,6 +67,7 @@ def activate() -> Activation:
         _STATE.active, _STATE.fastpath = True, torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+        _register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")  # to torch.jit.script
         _STATE.varlen = varlen.enable()
     return found
 
@@ -94,11 +97,14 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """PyTorch's function, by Sartor where it can."""
+    if isinstance(query, Proxy):  # while torch.fx traces: PyTorch's function is what its graph is to name
+        given = query, key, value, attn_mask, dropout_p, is_causal
+        return PYTORCHS(*given, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
     reason = _why_not(query, key, value)
     if not reason:
         try:
-            if query.is_nested:
-                return _jagged(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            if getattr(query, "is_nested", False):
+                return _jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return by_sartor(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         except NotImplementedError as error:
             reason = str(error)
@@ -112,13 +118,14 @@ def scaled_dot_product_attention(
 def _why_not(query: Tensor, key: Tensor, value: Tensor) -> str:
     """What is known before; a call in which an error is raised and caught cannot be compiled as a whole."""
     three = query, key, value
+    if not all(isinstance(t, Tensor) and t.dim() for t in three):
+        return ""  # which is said by name
+    nested = [t.is_nested for t in three]
+    if any(nested) and not (all(nested) and all(t.layout == torch.jagged for t in three)):
+        return "query, key and value must be dense tensors, or jagged nested ones all"
     if max(t.shape[-1] for t in three) > MAX_DIM:
         return f"head dims must be at most {MAX_DIM}, got {query.shape[-1]} and {value.shape[-1]}"
-    if all(t.is_nested and t.layout == torch.jagged for t in three):
-        return ""
-    if any(t.is_nested for t in three):
-        return "query, key and value must be dense tensors, or jagged nested ones all"
-    if has_torch_function(three):
+    if not any(nested) and has_torch_function(three):
         return f"query, key and value must be plain tensors, got {', '.join(type(t).__name__ for t in three)}"
     return ""
 
@@ -135,7 +142,7 @@ def _say(reason: str) -> bool:
 
 
 def _jagged(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None, gqa: bool
 ) -> Tensor:
     """Nested tensors (batch, heads, sequences' lengths, dim), which lie in memory as packed sequences."""
     if attn_mask is not None:
@@ -145,6 +152,12 @@ def _jagged(
         raise NotImplementedError("nested tensors must be (batch, heads, lengths, dim) without holes")
     if is_causal and query.shape[2] != key.shape[2]:
         raise NotImplementedError("nested tensors must have equal lengths when is_causal is True")
+    if key.shape[2] != value.shape[2]:
+        raise NotImplementedError("nested key and value must have equal lengths, got others")
+    if not gqa and query.shape[1] != key.shape[1]:
+        raise NotImplementedError(
+            f"enable_gqa must be True for heads that differ, got heads {query.shape[1]} and {key.shape[1]}"
+        )
     q, k, v = (t.values() for t in flat)
     mask = packed(flat[0].offsets(), flat[1].offsets(), q.shape[0], k.shape[0], bool(is_causal))
     out = attention(q[None], k[None], v[None], mask=mask, softmax_scale=scale, dropout_p=dropout_p)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 NAME = "sartor"
-READ_BY_THE_MODEL = frozenset(["doge"])  # masks that enter scores of the model's own, and are left out if no tensors
+# Models that read the mask and take another way if it is no tensor: which of transformers' functions makes theirs
+READ_BY_THE_MODEL = {"doge": "sdpa_mask", "deepseek_v4": "eager_mask"}
+SELECT_KEYS = "indices", "block_indices"  # keys that a model has chosen for each query
 
 
 def register(name: str = NAME) -> None:
@@ -65,7 +67,8 @@ def _let_it_batch_continuously(name: str) -> None:
 
 
 class LayerMask(BlockMask):
-    """What `sartor.attention` is told of a mask; by its type, transformers hands it on as it is.
+    """What `sartor.attention` is told of a mask; by its type, transformers hands it on as it is. For models that read a
+    mask themselves it is the bool tensor that it stands for, which is made then.
 
     Attributes:
         arguments: of `attention`: `causal` and `window`, or `mask`; and where the sequence lies on several ranks, of
@@ -73,8 +76,37 @@ class LayerMask(BlockMask):
         shape: (batch, 1, seqlen_q, seqlen_kv), that of the tensor it stands for.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], arguments: dict[str, Any]) -> None:
-        self._shape, self.arguments = shape, arguments
+    def __init__(
+        self, shape: tuple[int, int, int, int], arguments: dict[str, Any], pairs: Callable[[], Tensor] | None = None
+    ) -> None:  # fmt: skip
+        self._shape, self.arguments, self._pairs = shape, arguments, pairs
+
+    def tensor(self) -> Tensor:
+        """The bool tensor of its shape. Raises TypeError where the sequence lies on several ranks."""
+        if self._pairs is None:
+            raise TypeError(f"attention_mask must be a tensor for this model, which reads it, got {self}")
+        return self._pairs()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in BlockMask.__annotations__:
+            raise AttributeError(f"LayerMask has no attribute {name}")
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensor()[index]
+
+    def __invert__(self) -> Tensor:
+        return ~self.tensor()
+
+    def __and__(self, other: Tensor) -> Tensor:
+        return self.tensor() & other
+
+    def __add__(self, scores: Tensor) -> Tensor:
+        """As of the float mask: scores of masked pairs are the least number there is."""
+        found: Tensor = scores.masked_fill(~self.tensor(), torch.finfo(scores.dtype).min)
+        return found
+
+    __rand__, __radd__ = __and__, __add__
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,7 +127,7 @@ class LayerMask(BlockMask):
         if made is None:
             return self
         moved = {"mask": made.with_tensors([t.to(device) for t in made.tensors])}
-        return LayerMask(self._shape, self.arguments | moved)
+        return LayerMask(self._shape, self.arguments | moved, self._pairs and (lambda: self.tensor().to(device)))
 
     def __repr__(self) -> str:
         return f"LayerMask(shape={self._shape}, {self.arguments})"
@@ -117,31 +149,32 @@ def layer_mask(
     Outside of torch.compile it waits for the device once where there is an `attention_mask`: one that marks no key as
     padding is no mask, and where padding lies at the ends, intervals say all.
     """
-    if getattr(options.get("config"), "model_type", "") in READ_BY_THE_MODEL:
-        return _pairs(
-            (batch_size, 1, q_length, kv_length), Place(q_length, kv_length, q_offset, kv_offset, None), options
-        )
     place = Place(q_length, kv_length, q_offset, kv_offset, options.get("device"))
     padded = options.get("attention_mask")
     shape = (batch_size, 1, q_length, kv_length)
+    theirs = READ_BY_THE_MODEL.get(getattr(options.get("config"), "model_type", ""))
+    if theirs is not None:
+        return _pairs(shape, place, options, theirs)
+    pairs = partial(_pairs, shape, place, options)
     try:
         band = _band(options["mask_function"])
     except _Unknown:
-        return LayerMask(shape, {"mask": of_pairs(_pairs(shape, place, options))})
+        return LayerMask(shape, {"mask": of_pairs(pairs())}, pairs)
     if q_length == 1 and band.is_window and not torch.compiler.is_compiling():
         first = None if padded is None else _first_seen(padded)
         if (first is not None) if padded is not None else isinstance(q_offset, Tensor):
             end = kv_offset + kv_length if padded is None else padded.shape[-1]
             one = of_one(band, place, first, end)
-            return LayerMask(shape, {"causal": False, "window": (None, None)} if one is None else {"mask": one})
+            found = {"causal": False, "window": (None, None)} if one is None else {"mask": one}
+            return LayerMask(shape, found, pairs)
     seen, together = _padding(padded, place)
     if seen is None and band.is_everything and options.get("allow_is_bidirectional_skip"):
         return None
     if seen is None and band.is_window:
-        left = None if band.left is not None and band.left >= kv_length - 1 else band.left
+        left = None if place.reaches_all(band.left) else band.left
         if left is band.right is None or place.last_is_last:
-            return LayerMask(shape, {"causal": band.right == 0, "window": (left, band.right)})
-    return LayerMask(shape, {"mask": mask(band, place, seen, together)})
+            return LayerMask(shape, {"causal": band.right == 0, "window": (left, band.right)}, pairs)
+    return LayerMask(shape, {"mask": mask(band, place, seen, together)}, pairs)
 
 
 def context_mask(sharding: Sharding, *, causal: bool = True, **options: Any) -> LayerMask:
@@ -194,12 +227,14 @@ def _first_seen(attention_mask: Tensor) -> Tensor | None:
     return None
 
 
-def _pairs(shape: tuple[int, int, int, int], place: Place, options: dict[str, Any]) -> Tensor:
-    """The mask as transformers makes it for SDPA: bool, of this shape."""
-    from transformers.masking_utils import sdpa_mask
+def _pairs(
+    shape: tuple[int, int, int, int], place: Place, options: dict[str, Any], function: str = "sdpa_mask"
+) -> Tensor:  # fmt: skip
+    """The mask as one of transformers' functions makes it, by default that for SDPA: bool, of this shape."""
+    from transformers import masking_utils as theirs
 
-    known = {"mask_function", "attention_mask", "use_vmap", "device"}
-    found: Tensor = sdpa_mask(
+    known = {"mask_function", "attention_mask", "use_vmap", "device", "dtype"}
+    found: Tensor = getattr(theirs, function)(
         batch_size=shape[0], q_length=shape[2], kv_length=shape[3], q_offset=place.q_offset, kv_offset=place.kv_offset,
         allow_is_causal_skip=False, **{k: v for k, v in options.items() if k in known},
     )  # fmt: skip
@@ -314,6 +349,7 @@ def attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
     cache: Any = None,
+    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`sartor.attention` as transformers calls attention.
@@ -321,17 +357,27 @@ def attention_forward(
     Args:
         module: whose `is_causal` counts where there is neither mask nor `is_causal`.
         query, key, value: (batch, heads, seqlen, dim); the key heads are not repeated.
-        attention_mask: of `layer_mask`, or a bool or float tensor (batch, 1 or heads_q, seqlen_q, seqlen_kv).
+        attention_mask: of `layer_mask`, a bool or float tensor (batch, 1 or heads_q, seqlen_q, seqlen_kv), or a
+            FlexAttention `BlockMask`.
         dropout: the probability of attention's, drawn from PyTorch's generator of the device.
         s_aux: (heads_q,) sinks. position_bias: (1 or batch, heads_q, seqlen_q, seqlen_kv), added to the scores.
         sliding_window, cu_seq_lens_q, cu_seq_lens_k: as for flash attention; the window is read with the latter only,
             which otherwise is in the mask.
         cache: the pages of continuous batching. New keys are written to them, and those of the batch's sequences are
             copied from them, one after another, by transformers itself: a read and a write of each for a layer.
+        sinks: (batch, heads_q, seqlen_q, 1), one of each query.
 
     Returns:
         (out (batch, seqlen_q, heads_q, dim_v), None): there are no attention weights.
+
+    Raises:
+        NotImplementedError: the model chose keys for each query (`indices`, `block_indices`), or gives a `block_table`.
     """
+    for name in SELECT_KEYS:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{name} must be None, got keys that the model chose for each query: use attn_implementation='sdpa'"
+            )
     if cache is not None:
         key, value, cu_seq_lens_k = _from_pages(module, key, value, cache, {"cu_seq_lens_k": cu_seq_lens_k, **kwargs})
     assert not isinstance(cu_seq_lens_k, dict)
@@ -346,6 +392,10 @@ def attention_forward(
         arguments: dict[str, Any] = {"mask": _packed(*ends, *lengths, is_causal, window)}
     elif isinstance(attention_mask, LayerMask):
         arguments = attention_mask.arguments
+    elif isinstance(attention_mask, BlockMask):
+        from sartor.integrations.flex import to_mask
+
+        arguments = {"mask": to_mask(attention_mask, (*query.shape[:2], *lengths))}
     elif attention_mask is None:
         arguments = {"causal": "top_left" if is_causal and lengths[0] > 1 else False}
     else:
@@ -358,8 +408,11 @@ def attention_forward(
         arguments = arguments | {"dropout_p": dropout}
     out = function(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), softmax_scale=scaling,
-        softcap=softcap or 0.0, sinks=s_aux, bias=position_bias, **arguments,
+        softcap=softcap or 0.0, sinks=s_aux, bias=position_bias, return_lse=sinks is not None, **arguments,
     )  # fmt: skip
+    if sinks is not None:  # each adds exp(sink) to its row's sum of exponentials, which lse is the logarithm of
+        out, lse = out
+        out = out * torch.sigmoid(lse.unsqueeze(-1) - sinks).transpose(1, 2).to(out.dtype)
     assert isinstance(out, Tensor)
     return out.contiguous(), None
 
