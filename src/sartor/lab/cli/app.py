@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from sartor.lab.cli.flags import (
     device_of,
     friendly,
     results_folder,
+    seconds,
     target,
     writable,
     wrote,
@@ -81,6 +83,9 @@ def cache(
     """What the disk cache of machine code holds, and what in it is ignored; or remove from it."""
     from sartor import cache as disk
 
+    with friendly():
+        if most_mib is not None and not 0 <= most_mib < math.inf:
+            raise ValueError(f"--most-mib must be a finite number, 0 or more, got {most_mib}")
     if clear or most_mib is not None:
         removed = disk.bound(-1 if clear else int((most_mib or 0) * 2**20))
         typer.echo(f"removed {removed} files")
@@ -172,7 +177,7 @@ def bench(
         lead = chosen.lead_ms if lead_ms is None else lead_ms
         budget = Budget(rounds, turn_ms, lead, max_s=float("inf")) if rounds else Budget(chosen.rounds, turn_ms, lead)
         into = target(out, record)
-        _bench(chosen, where, budget, (check, plot), (out, into), max_seconds)
+        _bench(chosen, where, budget, (check, plot), (out, into), seconds(max_seconds, "--max-seconds"))
 
 
 def _bench(
@@ -297,6 +302,7 @@ def verify(
         if every and kernels:
             raise ValueError(f"--kernels chooses and --all does not, got {kernels!r} and --all")
         names = wanted.KERNELS if every else wanted.named(kernels) if kernels else None
+        limit = seconds(limit, "--limit")
         run = verification.verify(results.parents[1], out or results, device_of(device), typer.echo, names, limit)
     if not run:
         typer.echo("all fingerprints are those that passed")
