@@ -18,6 +18,7 @@ from sartor.kernels.triton import launch
 from sartor.lab.cli import flags, ladder
 from sartor.lab.cli.app import app
 from sartor.lab.cli.flags import results_folder
+from sartor.lab.evidence import refresh
 from sartor.lab.ladder import catalogue
 from sartor.lab.measure import adhoc, doctor, records, roofline
 from sartor.lab.measure.adhoc import number, pair
@@ -81,6 +82,8 @@ def test_version() -> None:
         (("bench", "--dim", "16", "--providers", "sartor:foo"), "got 'sartor:foo'"),
         (("explain", "--seqlen", "64/256", "--mask", "document5"), "got 64 and 256"),
         (("refresh", "--list", "--device", "cpu"), "got 'cpu'"),
+        (("refresh", "--list", "--device", "../.."), "must be a GPU's folder of results, h200, got '../..'"),
+        (("refresh", "--list", "--device", "h200", "--limit", "nan"), "--limit must be a positive number of seconds"),
         (("plot", "gqa", "--record"), "suite gqa asks for no plot"),
         (("ladder", "show", "16", "--sass", "--arch", "95"), "got 95"),
         (("report", "nowhere.md"), "nowhere.md"),
@@ -99,6 +102,19 @@ def test_wrong_flags_are_refused_in_one_line(args: tuple[str, ...], words: str) 
     assert words in output
     assert output.startswith("error: ")
     assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--only", "verify", "--only", "foo"), "paper, paper:bwd, paper:fwd, profile, small, "),
+        (("--only", "paper:up"), "got 'paper:up'"),
+        (("--rounds", "-1"), "rounds must be a positive number, got -1"),
+    ],
+)
+def test_refresh_refuses_before_it_compiles(args: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refresh, "present", lambda tell: pytest.fail("compiled what was not asked for"))
+    assert words in invoke("refresh", "--list", "--device", "h200", *args, code=2)
 
 
 def test_cache_is_shown_bounded_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

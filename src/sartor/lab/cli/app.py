@@ -336,9 +336,12 @@ def refresh(
             raise ValueError("refresh needs an NVIDIA GPU; with --list --device h200 it names what is to be run there")
         if device == "cpu":
             raise ValueError("--device must be a GPU's folder, got 'cpu': its records are made anew by bench --quick")
-        folder = results_folder() / (device or Device.of(here).key)
-        if device and not folder.is_dir():
-            raise ValueError(f"--device must be a folder of {folder.parent.name}, got {device!r}")
+        results, limit = results_folder(), seconds(limit, "--limit")
+        folders = sorted(path.name for path in results.iterdir() if path.is_dir() and path.name != "cpu")
+        if device and device not in folders:
+            raise ValueError(f"--device must be a GPU's folder of {results.name}, {', '.join(folders)}, got {device!r}")
+        refreshing.refuse(only or ())
+        folder = results / (device or Device.of(here).key)
         wanted = refreshing.stages(folder, rounds, lambda text: typer.echo(text, err=True))
         wanted = refreshing.chosen(wanted, only) if only else wanted
         if show:
