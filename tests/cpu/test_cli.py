@@ -20,7 +20,7 @@ from sartor.lab.cli.app import app
 from sartor.lab.cli.flags import results_folder
 from sartor.lab.evidence import refresh
 from sartor.lab.ladder import catalogue
-from sartor.lab.measure import adhoc, doctor, records, roofline
+from sartor.lab.measure import adhoc, check, doctor, profile, records, roofline
 from sartor.lab.measure.adhoc import number, pair
 from sartor.lab.measure.bench import Session
 from sartor.lab.measure.records import Record
@@ -115,6 +115,22 @@ def test_wrong_flags_are_refused_in_one_line(args: tuple[str, ...], words: str) 
 def test_refresh_refuses_before_it_compiles(args: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refresh, "present", lambda tell: pytest.fail("compiled what was not asked for"))
     assert words in invoke("refresh", "--list", "--device", "h200", *args, code=2)
+
+
+def test_check_fails_where_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Workload(1, 1, 1, 8, 8, 16, 16, "float32", "full")
+    monkeypatch.setattr(check, "cases", lambda device: [("sartor", w)])
+    said = "no error was measured: none of the problems runs here by kernel 'hopper'"
+    assert said in invoke("check", "--device", "cpu", "--kernel", "hopper", code=1)
+    assert "no error was measured" not in invoke("check", "--device", "cpu")
+
+
+def test_profile_without_counters_sends_only_to_what_explain_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to the tiles of PyTorch's kernels."""
+    monkeypatch.setattr(profile, "missing", lambda: "none here")
+    assert "of sdpa-flash nothing\n" in invoke("profile", "sdpa-flash")
+    said = "of sdpa-flash, sartor:hopper nothing; `sartor explain --device sm90` tells the tiles of sartor:hopper\n"
+    assert said in invoke("profile", "sdpa-flash", "hopper")
 
 
 def test_cache_is_shown_bounded_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
