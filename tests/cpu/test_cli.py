@@ -18,8 +18,9 @@ from sartor.kernels.triton import launch
 from sartor.lab.cli import flags, ladder
 from sartor.lab.cli.app import app
 from sartor.lab.cli.flags import results_folder
+from sartor.lab.evidence import refresh
 from sartor.lab.ladder import catalogue
-from sartor.lab.measure import adhoc, doctor, records, roofline
+from sartor.lab.measure import adhoc, check, doctor, profile, records, roofline
 from sartor.lab.measure.adhoc import number, pair
 from sartor.lab.measure.bench import Session
 from sartor.lab.measure.records import Record
@@ -58,7 +59,18 @@ def test_version() -> None:
         (("bench", "--dim", "16", "--rounds", "-1"), "rounds must be a positive number, got -1"),
         (("bench", "--dim", "16", "--dtype", "int8"), "got 'int8'"),
         (("bench", "--dim", "16", "--mask", "window0"), "got 'window0'"),
-        (("explain", "--batch", "1" * 30), "Overflow"),
+        (("bench", "--dim", "16", "--turn-ms", "nan"), "turn_ms must be a finite number, 0 or more, got nan"),
+        (("bench", "--dim", "16", "--turn-ms", "-1"), "turn_ms must be a finite number, 0 or more, got -1"),
+        (("bench", "--dim", "16", "--lead-ms", "-1"), "lead_ms must be a finite number, 0 or more, got -1"),
+        (("bench", "--dim", "16", "--max-seconds", "-1"), "--max-seconds must be a positive number of seconds, got -1"),
+        (("bench", "--dim", "16", "--max-seconds", "nan"), "must be a positive number of seconds, got nan"),
+        (("verify", "--limit", "nan"), "--limit must be a positive number of seconds, got nan"),
+        (("cache", "--most-mib", "nan"), "--most-mib must be a finite number, 0 or more, got nan"),
+        (("cache", "--most-mib", "inf"), "--most-mib must be a finite number, 0 or more, got inf"),
+        (("cache", "--most-mib", "-1"), "--most-mib must be a finite number, 0 or more, got -1"),
+        (("explain", "--batch", "1" * 30), "tensors of less than 2^62 bytes, got fwd bfloat16 B111"),
+        (("explain", "--seqlen", "9" * 20), "tensors of less than 2^62 bytes, got fwd bfloat16 B1 H16 N999"),
+        (("explain", "--seqlen", "4294967296", "--mask", "bias"), "tensors of less than 2^62 bytes, got fwd"),
         (("explain", "--seqlen", "²"), "got '²'"),
         (("explain", "--device", "sm²"), "got 'sm²'"),
         (("explain", "--batch", "-1"), "batch must be a positive number, got -1"),
@@ -70,6 +82,8 @@ def test_version() -> None:
         (("bench", "--dim", "16", "--providers", "sartor:foo"), "got 'sartor:foo'"),
         (("explain", "--seqlen", "64/256", "--mask", "document5"), "got 64 and 256"),
         (("refresh", "--list", "--device", "cpu"), "got 'cpu'"),
+        (("refresh", "--list", "--device", "../.."), "must be a GPU's folder of results, h200, got '../..'"),
+        (("refresh", "--list", "--device", "h200", "--limit", "nan"), "--limit must be a positive number of seconds"),
         (("plot", "gqa", "--record"), "suite gqa asks for no plot"),
         (("ladder", "show", "16", "--sass", "--arch", "95"), "got 95"),
         (("report", "nowhere.md"), "nowhere.md"),
@@ -88,6 +102,35 @@ def test_wrong_flags_are_refused_in_one_line(args: tuple[str, ...], words: str) 
     assert words in output
     assert output.startswith("error: ")
     assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--only", "verify", "--only", "foo"), "paper, paper:bwd, paper:fwd, profile, small, "),
+        (("--only", "paper:up"), "got 'paper:up'"),
+        (("--rounds", "-1"), "rounds must be a positive number, got -1"),
+    ],
+)
+def test_refresh_refuses_before_it_compiles(args: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refresh, "present", lambda tell: pytest.fail("compiled what was not asked for"))
+    assert words in invoke("refresh", "--list", "--device", "h200", *args, code=2)
+
+
+def test_check_fails_where_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Workload(1, 1, 1, 8, 8, 16, 16, "float32", "full")
+    monkeypatch.setattr(check, "cases", lambda device: [("sartor", w)])
+    said = "no error was measured: none of the problems runs here by kernel 'hopper'"
+    assert said in invoke("check", "--device", "cpu", "--kernel", "hopper", code=1)
+    assert "no error was measured" not in invoke("check", "--device", "cpu")
+
+
+def test_profile_without_counters_sends_only_to_what_explain_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to the tiles of PyTorch's kernels."""
+    monkeypatch.setattr(profile, "missing", lambda: "none here")
+    assert "of sdpa-flash nothing\n" in invoke("profile", "sdpa-flash")
+    said = "of sdpa-flash, sartor:hopper nothing; `sartor explain --device sm90` tells the tiles of sartor:hopper\n"
+    assert said in invoke("profile", "sdpa-flash", "hopper")
 
 
 def test_cache_is_shown_bounded_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

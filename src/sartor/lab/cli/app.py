@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from sartor.lab.cli.flags import (
     device_of,
     friendly,
     results_folder,
+    seconds,
     target,
     writable,
     wrote,
@@ -81,6 +83,9 @@ def cache(
     """What the disk cache of machine code holds, and what in it is ignored; or remove from it."""
     from sartor import cache as disk
 
+    with friendly():
+        if most_mib is not None and not 0 <= most_mib < math.inf:
+            raise ValueError(f"--most-mib must be a finite number, 0 or more, got {most_mib}")
     if clear or most_mib is not None:
         removed = disk.bound(-1 if clear else int((most_mib or 0) * 2**20))
         typer.echo(f"removed {removed} files")
@@ -121,14 +126,17 @@ def explain(
 
 @app.command()
 def check(device: DeviceFlag = "", kernel: str = "auto") -> None:
-    """Errors against float64 on this machine, with their budgets. Exit code 1 if one is over."""
+    """Errors against float64 on this machine, with their budgets. Exit code 1 if one is over, or none was measured."""
     from sartor.lab.measure import check as checks
     from sartor.lab.show import tables, views
 
     with friendly():
         rows = checks.run(device_of(device), kernel)
     views.console().print(tables.checks(rows).rich())
-    raise typer.Exit(0 if all(row.ok for row in rows) else 1)
+    ran = any(row.verdict for row in rows)
+    if not ran:
+        typer.echo(f"no error was measured: none of the problems runs here by kernel {kernel!r}")
+    raise typer.Exit(0 if ran and all(row.ok for row in rows) else 1)
 
 
 @app.command()
@@ -172,7 +180,7 @@ def bench(
         lead = chosen.lead_ms if lead_ms is None else lead_ms
         budget = Budget(rounds, turn_ms, lead, max_s=float("inf")) if rounds else Budget(chosen.rounds, turn_ms, lead)
         into = target(out, record)
-        _bench(chosen, where, budget, (check, plot), (out, into), max_seconds)
+        _bench(chosen, where, budget, (check, plot), (out, into), seconds(max_seconds, "--max-seconds"))
 
 
 def _bench(
@@ -294,6 +302,7 @@ def verify(
             return
         results = results_folder()
         writable(out or results, "--out")
+        limit = seconds(limit, "--limit")
         if every and kernels:
             raise ValueError(f"--kernels chooses and --all does not, got {kernels!r} and --all")
         names = wanted.KERNELS if every else wanted.named(kernels) if kernels else None
@@ -330,9 +339,12 @@ def refresh(
             raise ValueError("refresh needs an NVIDIA GPU; with --list --device h200 it names what is to be run there")
         if device == "cpu":
             raise ValueError("--device must be a GPU's folder, got 'cpu': its records are made anew by bench --quick")
-        folder = results_folder() / (device or Device.of(here).key)
-        if device and not folder.is_dir():
-            raise ValueError(f"--device must be a folder of {folder.parent.name}, got {device!r}")
+        results, limit = results_folder(), seconds(limit, "--limit")
+        folders = sorted(path.name for path in results.iterdir() if path.is_dir() and path.name != "cpu")
+        if device and device not in folders:
+            raise ValueError(f"--device must be a GPU's folder of {results.name}, {', '.join(folders)}, got {device!r}")
+        refreshing.refuse(only or ())
+        folder = results / (device or Device.of(here).key)
         wanted = refreshing.stages(folder, rounds, lambda text: typer.echo(text, err=True))
         wanted = refreshing.chosen(wanted, only) if only else wanted
         if show:

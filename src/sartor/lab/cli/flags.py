@@ -55,6 +55,14 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
+def seconds(value: float, flag: str) -> float:
+    """The time that a flag gives, infinite ones too. Raises ValueError with the flag for another number: a range of
+    typer lets NaN pass."""
+    if not value > 0:
+        raise ValueError(f"{flag} must be a positive number of seconds, got {value}")
+    return value
+
+
 def writable(folder: Path, flag: str) -> Path:
     """The folder that a flag names, made if need be. Raises ValueError with the flag where it cannot be written."""
     try:

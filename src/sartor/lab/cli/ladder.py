@@ -157,9 +157,11 @@ def profile(
             shown = [catalogue.find(name.removeprefix("rung:")) for name in names if name.startswith("rung:")]
             if shown:
                 console.print(rungs.resources(tuple(shown)).rich())
-            others = ", ".join(name for name in names if not name.startswith("rung:"))
+            others = [name for name in names if not name.startswith("rung:")]
+            ours = ", ".join(name for name in others if name.startswith("sartor"))
             if others:
-                console.print(f"of {others} nothing; `sartor explain --device sm90` tells their tiles", highlight=False)
+                tiles = f"; `sartor explain --device sm90` tells the tiles of {ours}" if ours else ""
+                console.print(f"of {', '.join(others)} nothing{tiles}", highlight=False)
             return
         run = Run.start(profiles.SUITE, torch.device("cuda"))
         found = profiles.measure([(name, profiles.workload(name)) for name in names], run)

@@ -60,8 +60,8 @@ def stages(folder: Path, rounds: int = 0, tell: Callable[[str], None] = lambda t
 
     `folder` is a device's of `benchmarks/results`; `rounds` are of timing, 0 for each suite's own.
     """
+    flags = ("--rounds", str(Budget(rounds).rounds)) if rounds else ()  # refused before minutes of compiling
     evidence, now = Evidence.load(folder), present(tell)
-    flags = ("--rounds", str(rounds)) if rounds else ()
     found = [*_suites(folder, now, flags), *_rungs(folder, now, flags)]
     return [*_verification(folder, evidence, now), *sorted(found, key=lambda stage: stage.seconds)]
 
@@ -70,6 +70,16 @@ def present(tell: Callable[[str], None]) -> Present:
     """The fingerprints of today, of everything that is verified. The first time takes a compiler many minutes."""
     tell("fingerprints of today: what is not in the disk cache is compiled")
     return fingerprint.every(cases(), ARCHITECTURES[90], tell=tell)
+
+
+def refuse(names: Iterable[str]) -> None:
+    """Raises ValueError for a name that no stage can have; `chosen`, which knows what is wanted, is minutes later."""
+    every = list(_measured())
+    modes = {f"{suite.name}:{w.mode}" for suite in every for w, _ in suite.cases}
+    known = {"verify", "ladder", "profile", *modes, *(suite.name for suite in every)}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--only must be one of {', '.join(sorted(known))}, got {name!r}")
 
 
 def chosen(left: Iterable[Stage], names: Iterable[str]) -> list[Stage]:
@@ -96,20 +106,24 @@ def _verification(folder: Path, evidence: Evidence, now: Present) -> list[Stage]
     return [Stage(("verify", "--kernels", ",".join(names)), folder / "evidence.json", seconds + START_S)]
 
 
+def _measured() -> Iterator[Suite]:
+    """The suites that `bench` measures on a GPU for the records."""
+    return map(suites.load, sorted(set(suites.available()) - {*ELSEWHERE, "ladder"}))
+
+
 def _suites(folder: Path, now: Present, rounds: tuple[str, ...]) -> list[Stage]:
     """A command for each mode of a suite of which a workload has no record, or one of other machine code."""
     found = []
-    for name in set(suites.available()) - {*ELSEWHERE, "ladder"}:
-        file = folder / f"{name}.jsonl"
+    for suite in _measured():
+        file = folder / f"{suite.name}.jsonl"
         known = store.latest(store.read(file), by_workload=True)
-        suite = suites.load(name)
         for mode in dict.fromkeys(w.mode for w, _ in suite.cases):
             rows = [r for r in known if r.mode == mode]
             work = tuple((w, who) for w, who in suite.cases if w.mode == mode)
             pairs = {(w, provider) for w, who in work for provider in who}
             if pairs <= {(r.workload, r.provider) for r in rows} and all(of_today(r, now) for r in rows):
                 continue
-            command = ("bench", "--suite", name, "--modes", mode, *rounds, "--record")
+            command = ("bench", "--suite", suite.name, "--modes", mode, *rounds, "--record")
             share = len(pairs) / len(rows) if rows else 1.0
             seconds = _past(rows) * max(share, 1.0) if suite.fresh else _seconds(suite, work, rows, rounds)
             found.append(Stage(command, file, seconds, () if suite.fresh else work))

@@ -11,6 +11,7 @@ the host was still enqueueing it.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,9 @@ class Budget:
     def __post_init__(self) -> None:
         if self.rounds is not None and self.rounds < 1:
             raise ValueError(f"rounds must be a positive number, got {self.rounds}")
+        for name, ms in (("turn_ms", self.turn_ms), ("lead_ms", self.lead_ms)):
+            if ms is not None and not 0 <= ms < math.inf:
+                raise ValueError(f"{name} must be a finite number, 0 or more, got {ms}")
 
 
 @dataclass

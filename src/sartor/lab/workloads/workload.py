@@ -147,6 +147,10 @@ class Workload:
         for size in SIZES:
             if getattr(self, size) < 1:
                 raise ValueError(f"{size} must be a positive number, got {getattr(self, size)}")
+        columns = max(self.dim, self.dim_v, self.seqlen_kv if self.pattern.bias or self.pattern.tensor else 0)
+        rows = self.batch * self.heads_q * max(self.seqlen_q, self.seqlen_kv)
+        if rows * columns * self.torch_dtype.itemsize >= 2**62:  # torch counts bytes in 64 bits, without data too
+            raise ValueError(f"batch, heads, seqlen and dim must make tensors of less than 2^62 bytes, got {self}")
         if self.heads_q % self.heads_kv:
             raise ValueError(f"heads_q must be a multiple of heads_kv, got {self.heads_q} and {self.heads_kv}")
         if self.pattern.document and self.seqlen_q != self.seqlen_kv:
