@@ -13,7 +13,7 @@ from cases import Case
 
 import sartor.distributed as context
 from sartor import mods
-from sartor.distributed import Sharding
+from sartor.distributed import Sharding, agreement
 
 
 def qkv(n=8, heads=2, dim=8, dtype=torch.float32):
@@ -85,6 +85,18 @@ def after_the_first(groups):
     except RuntimeError as error:
         return time.monotonic() - begun, str(error)
     return time.monotonic() - begun, ""
+
+
+def of_two_groups(groups):
+    """Two of three ranks agree on more in a group of their own; what all three agreed on is known to all or none."""
+    agreement._MOST_AGREED = 2
+    for n, group in ((8, 3), (9, 2), (10, 2), (8, 3)):
+        if dist.get_rank() < group:
+            context.attention(*qkv(n), group=groups[group], method="ring")
+
+
+def test_groups_that_overlap(lone_world):
+    lone_world(3, timeout=10).run(3, of_two_groups)
 
 
 def lost(groups):

@@ -6,13 +6,16 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from sartor.distributed.transport import Transport
 
-_AGREED: OrderedDict[Any, None] = OrderedDict()
-_MOST_AGREED = 4096
+# What each group agreed on last. Groups share none of it: a rank of two groups would forget what others still know, and
+# ask again while they do not.
+_AGREED: WeakKeyDictionary[Any, OrderedDict[str, None]] = WeakKeyDictionary()
+_MOST_AGREED = 4096  # of a group
 WIDTH = 1024  # bytes of a description that other ranks get to read
 
 
@@ -30,9 +33,9 @@ def agree(transport: Transport, description: str, device: torch.device, error: E
         if error is not None:
             raise error
         return
-    key = (transport.group.group_name, description)
-    if error is None and key in _AGREED:
-        _AGREED.move_to_end(key)
+    agreed = _AGREED.setdefault(transport.group, OrderedDict())
+    if error is None and description in agreed:
+        agreed.move_to_end(description)
         return
     said = description if error is None else f"{type(error).__name__}: {error}"
     others = _exchange(transport, said, error is not None, device)
@@ -42,9 +45,9 @@ def agree(transport: Transport, description: str, device: torch.device, error: E
     if wrong:
         own = f"rank {transport.rank}: {said[:WIDTH]}"
         raise Disagreement("\n  ".join(["all ranks of the group must make the same call, got", own, *wrong]))
-    _AGREED[key] = None
-    if len(_AGREED) > _MOST_AGREED:
-        _AGREED.popitem(last=False)
+    agreed[description] = None
+    if len(agreed) > _MOST_AGREED:
+        agreed.popitem(last=False)
 
 
 def _hash(text: str) -> bytes:
