@@ -135,6 +135,7 @@ def refused(groups, name):
         "both": ({"mesh": object()}, "not be given both"),
         "usp": ({"method": "usp"}, "mesh of 2 dims"),
         "rows": ({"method": "ulysses", "mask": table}, "must not depend on queries"),
+        "no heads": ({"method": "auto", "keys": qkv(heads=0)[1:]}, "must be a multiple of the heads of k and v"),
         "heads": ({"method": "ulysses", "bias": None, "heads": 3}, "multiple of the 2 ranks"),
         "bias": ({"bias": torch.zeros(8, 8)}, "bias must be broadcastable"),
         "mask": ({"mask": mods.document(torch.zeros(1, 8, dtype=torch.int32))}, "what mask reads"),
@@ -148,6 +149,7 @@ def refused(groups, name):
     given = {"group": groups[2], "method": "ring", **given}
     if given.pop("heads", None):
         q, k, v = qkv(heads=3)
+    k, v = given.pop("keys", (k, v))
     if given.pop("grad", None):
         q = q.requires_grad_()
     with pytest.raises((TypeError, ValueError), match=words):
@@ -156,8 +158,8 @@ def refused(groups, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["method", "kind", "shards", "places", "both", "usp", "rows", "heads", "bias", "mask", "timeout", "window",
-     "reference", "sinks", "group"],
+    ["method", "kind", "shards", "places", "both", "usp", "rows", "no heads", "heads", "bias", "mask", "timeout",
+     "window", "reference", "sinks", "group"],
 )  # fmt: skip
 def test_refused(world, name):
     world.run(2, refused, name)

@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
     def repeats(self, shares: int) -> int:
         """How often a key head is there where so many ranks share heads, and some must share one."""
-        group = self.heads_q // self.heads_kv
+        group = self.heads_q // max(self.heads_kv, 1)  # none are refused later, in words
         return group // math.gcd(max(self.heads_q // shares, 1), group)
 
     @property
@@ -188,9 +188,9 @@ def _passes(queries: Sharding, keys: Sharding, work: Work, machine: Machine, str
 def compute(work: Work, machine: Machine, backward: bool, shares: int, block: tuple[float, float, float]) -> float:
     """Seconds for a block of (pairs, queries, keys) and the heads of one of so many ranks that share them."""
     pairs, queries, keys = block
-    if not pairs:
-        return 0.0
     flops = pairs * work.pair / shares * (2.5 if backward else 1)
+    if not flops:  # nor a rate to be asked for, of a batch of 0 for one
+        return 0.0
     rows = keys if backward else queries  # that a kernel holds while it loops over the others
     rate = machine.rate(backward, pairs / rows, rows * work.batch * work.heads_q / shares, work.itemsize)
     return max(flops / rate, machine.step)
