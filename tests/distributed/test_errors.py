@@ -74,6 +74,46 @@ def ulysses_of_two(groups, name):
     context.attention(q, k, v, group=groups[2], method="ulysses")
 
 
+WRONG = {
+    "layout": "xyz", "window": (1, 2, 3), "causal": "top", "method": "rings", "layout_of_sequence": "stripes",
+    "dropout_seed": 0.5, "return_lse": 1, "timeout": -1, "q": torch.ones(8, 2, 8), "k": torch.ones(1, 8, 2, 8).int(),
+    "bias": torch.ones(8, 8),
+}  # fmt: skip
+
+
+def wrong_on_one(groups, name, method):
+    """What is found before the ranks ask each other, and none of them has agreed on before."""
+    given = dict(zip("qkv", qkv(), strict=True), method=method, timeout=10.0, softmax_scale=0.123)
+    if dist.get_rank() == 1:
+        given[name] = WRONG[name]
+    where = {"mesh": cases.mesh_of(Case(mesh=(2, 2)))} if method == "usp" else {"group": groups[3]}
+    context.attention(given.pop("q"), given.pop("k"), given.pop("v"), **where, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [*((name, "ring") for name in WRONG if name != "bias"), ("layout", "auto"), ("layout", "allgather"),
+     ("layout", "usp"), ("bias", "usp")],
+)  # fmt: skip
+def test_what_is_wrong_on_one_rank(world, name, method):
+    found = [error for error, _ in world.answers(4 if method == "usp" else 3, wrong_on_one, name, method)]
+    own = found.pop(1)
+    assert own[0] in ("TypeError", "ValueError"), own
+    assert all(kind == "Disagreement" for kind, _, _ in found), found
+    assert all(f"{own[0]}: " in words for _, words, _ in found)
+
+
+def of_other_shapes(groups):
+    """Of ranks that share heads, one has more tokens: those that pass keys on to it are told, too."""
+    given = {"mesh": cases.mesh_of(Case(mesh=(2, 2))), "method": "usp", "timeout": 10.0}
+    context.attention(*qkv(10 if dist.get_rank() == 1 else 8), **given, softmax_scale=0.123)
+
+
+def test_other_shapes_on_one_rank(world):
+    found = [error for error, _ in world.answers(4, of_other_shapes)]
+    assert [kind for kind, _, _ in found] == ["Disagreement"] * 4, found
+
+
 def after_the_first(groups):
     """A rank that changes its shapes when others do not: they have agreed before, so that nobody asks."""
     q, k, v = qkv()

@@ -29,25 +29,30 @@ def agree(transport: Transport, description: str, device: torch.device, error: E
     A description that all agreed on is not asked again; a rank that comes with a new one while others do not waits for
     them until the time limit of the group, or that of the call, is over.
     """
+    if error is not None:
+        tell(transport, error, device)
+        raise error
     if transport.ranks == 1:
-        if error is not None:
-            raise error
         return
     agreed = _AGREED.setdefault(transport.group, OrderedDict())
-    if error is None and description in agreed:
+    if description in agreed:
         agreed.move_to_end(description)
         return
-    said = description if error is None else f"{type(error).__name__}: {error}"
-    others = _exchange(transport, said, error is not None, device)
-    if error is not None:
-        raise error
-    wrong = [f"rank {rank}: {text}" for rank, (text, digest, bad) in enumerate(others) if bad or digest != _hash(said)]
+    others = _exchange(transport, description, False, device)
+    digest = _hash(description)
+    wrong = [f"rank {rank}: {text}" for rank, (text, other, bad) in enumerate(others) if bad or other != digest]
     if wrong:
-        own = f"rank {transport.rank}: {said[:WIDTH]}"
+        own = f"rank {transport.rank}: {description[:WIDTH]}"
         raise Disagreement("\n  ".join(["all ranks of the group must make the same call, got", own, *wrong]))
     agreed[description] = None
     if len(agreed) > _MOST_AGREED:
         agreed.popitem(last=False)
+
+
+def tell(transport: Transport, error: Exception, device: torch.device) -> None:
+    """Make `agree` raise on the other ranks, because of an error on this one."""
+    if transport.ranks > 1:
+        _exchange(transport, f"{type(error).__name__}: {error}", True, device)
 
 
 def _hash(text: str) -> bytes:
