@@ -14,7 +14,7 @@ from itertools import chain
 
 import torch
 
-from sartor.checks import is_integer
+from sartor.checks import at_least
 
 KINDS = ("contiguous", "zigzag", "striped")
 
@@ -80,8 +80,7 @@ class Sharding:
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
         for name, value, least in (("seqlen", seqlen, 0), ("ranks", ranks, 1), ("multiple", multiple, 1)):
-            if not is_integer(value) or value < least:
-                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+            at_least(name, value, least)
         return cls.parse(f"{kind} {seqlen} over {ranks} by {multiple} {'padded' if pad else 'ragged'}")
 
     @classmethod
@@ -90,8 +89,8 @@ class Sharding:
 
         Raises ValueError unless every chunk of the sequence has one owner.
         """
-        if not is_integer(chunk) or chunk < 1:
-            raise ValueError(f"chunk must be an integer >= 1, got {chunk!r}")
+        at_least("seqlen", seqlen, 0)
+        at_least("chunk", chunk, 1)
         given, wanted = sorted(chain.from_iterable(owners)), list(range(-(-seqlen // chunk)))
         if given != wanted:
             raise ValueError(f"owners must hold each of the {len(wanted)} chunks once, got {given[:20]}")
