@@ -86,6 +86,31 @@ def test_refused(make, words):
         make()
 
 
+@pytest.mark.parametrize("rank", [2, 5, -1, 0.5, True])
+@pytest.mark.parametrize("call", [context.positions, lambda s, rank: context.shard(torch.zeros(1, 8), s, rank)])
+def test_ranks_that_a_sharding_has_not(call, rank):
+    with pytest.raises(ValueError, match="rank must be an integer from 0 to 1, got"):
+        call(Sharding.make("zigzag", 8, 2), rank)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: context.shard(x, "zigzag", 0),
+        lambda x: context.positions("zigzag", 0),
+        lambda x: context.unshard([x], "zigzag"),
+    ],
+)
+def test_no_sharding(call):
+    with pytest.raises(TypeError, match=r"sharding must be a Sharding, .* got str"):
+        call(torch.zeros(1, 8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tokens(kind):
+    assert Sharding.make(kind, 0, 2, multiple=4).sizes == (0, 0)
+
+
 def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
