@@ -66,6 +66,7 @@ def test_ranks_that_differ_ulysses(world, fn):
     for error, _ in world.answers(2, ulysses_of_two, fn.__name__):
         assert error is not None
         assert error[0] in ("Disagreement", "ValueError", "TypeError"), error
+        assert "(batch 1, heads 2, dim 8)" in error[1]
 
 
 def ulysses_of_two(groups, name):
@@ -184,6 +185,7 @@ def refused(groups, name):
         "reference": ({"kernel": "reference", "grad": True}, "takes the softmax of all keys"),
         "sinks": ({"sinks": torch.zeros(3)}, "sinks must have shape"),
         "group": ({"group": "all"}, "group must be a ProcessGroup"),
+        "mesh": ({"group": None, "mesh": 3}, "mesh must be a torch.distributed.device_mesh.DeviceMesh, got int"),
     }
     given, words = calls[name]
     given = {"group": groups[2], "method": "ring", **given}
@@ -199,7 +201,7 @@ def refused(groups, name):
 @pytest.mark.parametrize(
     "name",
     ["method", "kind", "shards", "places", "both", "usp", "rows", "no heads", "heads", "bias", "mask", "timeout",
-     "window", "reference", "sinks", "group"],
+     "window", "reference", "sinks", "group", "mesh"],
 )  # fmt: skip
 def test_refused(world, name):
     world.run(2, refused, name)

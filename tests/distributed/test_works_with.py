@@ -254,6 +254,14 @@ def explained(groups):
     found = context.explain(q, k, v, group=groups[4], causal=True, layout_of_sequence="zigzag")
     windowed = context.explain(q, k, v, group=groups[4], causal=True, window=(100, 0))
     chosen = context.explain(q, k, v, group=groups[4], bias=torch.empty(4096, 1, device="meta"), method="ring")
+    for given, kind, words in (
+        ({"causl": True}, TypeError, "unexpected keyword argument 'causl': did you mean causal"),
+        ({"method": "foo"}, ValueError, "method must be one of"),
+        ({"method": "usp"}, ValueError, "a mesh of 2 dims go together, got 'usp' and 1 dims"),
+        ({"timeout": -1}, ValueError, "timeout must be a number of seconds > 0"),
+    ):
+        with pytest.raises(kind, match=words):
+            context.explain(q, k, v, group=groups[4], **given)
     return str(found), found.method, windowed.readers, str(chosen)
 
 

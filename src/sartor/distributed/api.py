@@ -149,7 +149,7 @@ def seconds(timeout: Any) -> float:
 
 
 def ranks_of(mesh: Any, group: Any) -> Ranks:
-    """The ranks of a mesh or group. Raises ValueError where neither is one that can be taken."""
+    """The ranks of a mesh or group. Raises TypeError or ValueError where neither is one that can be taken."""
     if mesh is not None and group is not None:
         raise ValueError("mesh and group must not be given both, expected one of them")
     if not dist.is_available() or not dist.is_initialized():
@@ -159,6 +159,10 @@ def ranks_of(mesh: Any, group: Any) -> Ranks:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group must be a ProcessGroup that this rank is in, got {type(group).__name__}")
         return Ranks(group.group_name, group.size(), group.rank(), "", 1, 0)
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh must have 1 or 2 dims, got {mesh.ndim}: take a part of it by the names of its dims")
     ring = mesh.get_group(0)
