@@ -176,6 +176,16 @@ def refused(groups, name):
         "both": ({"mesh": object()}, "not be given both"),
         "usp": ({"method": "usp"}, "mesh of 2 dims"),
         "rows": ({"method": "ulysses", "mask": table}, "must not depend on queries"),
+        "row": (
+            {
+                "method": "ulysses",
+                "layout_of_sequence": Sharding.make("striped", 2, 2),
+                "q": qkv(1)[0],
+                "keys": qkv(1)[1:],
+                "bias": torch.ones(1, 2),
+            },
+            "must not depend on queries",
+        ),
         "no heads": ({"method": "auto", "keys": qkv(heads=0)[1:]}, "must be a multiple of the heads of k and v"),
         "heads": ({"method": "ulysses", "bias": None, "heads": 3}, "multiple of the 2 ranks"),
         "bias": ({"bias": torch.zeros(8, 8)}, "bias must be broadcastable"),
@@ -191,7 +201,7 @@ def refused(groups, name):
     given = {"group": groups[2], "method": "ring", **given}
     if given.pop("heads", None):
         q, k, v = qkv(heads=3)
-    k, v = given.pop("keys", (k, v))
+    q, (k, v) = given.pop("q", q), given.pop("keys", (k, v))
     if given.pop("grad", None):
         q = q.requires_grad_()
     with pytest.raises((TypeError, ValueError), match=words):
@@ -200,7 +210,7 @@ def refused(groups, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["method", "kind", "shards", "places", "both", "usp", "rows", "no heads", "heads", "bias", "mask", "timeout",
+    ["method", "kind", "shards", "places", "both", "usp", "rows", "row", "no heads", "heads", "bias", "mask", "timeout",
      "window", "reference", "sinks", "group", "mesh"],
 )  # fmt: skip
 def test_refused(world, name):

@@ -14,7 +14,7 @@ from sartor.api import Causal, Layout, Window, _autocast, seed_of
 from sartor.checks import boolean, real
 from sartor.distributed import dtensor, operator
 from sartor.distributed.agreement import tell
-from sartor.distributed.choose import choose
+from sartor.distributed.choose import choose, sizes_of, table_of_queries
 from sartor.distributed.operator import Place
 from sartor.distributed.sharding import KINDS, Sharding
 from sartor.distributed.transport import Transport
@@ -82,8 +82,8 @@ def attention(
             number of tokens and no padding; or a `Sharding`; or two of them, of queries and of keys.
         timeout: seconds a transfer may take on backends that measure it (gloo); by default the group's own limit.
         bias, mask as a tensor: of this rank's queries and all keys, broadcastable to (batch, heads_q, places of the
-            shard of q, seqlen_kv), keys in the order of the sequence. With queries on their own axis they are refused
-            by "ulysses" and "usp".
+            shard of q, seqlen_kv), keys in the order of the sequence. With queries on their own axis, or any axis for
+            them where all shards have one token, they are refused by "ulysses" and "usp".
         mask, score: tensors that they read are those of the whole sequence, the same on all ranks.
         sinks: the same on all ranks. Its gradient, that of a bias without queries, and those of tensors that a score
             reads are what this rank's queries and heads add: sum them over the group as those of every parameter that
@@ -127,7 +127,7 @@ def attention(
         if name == "ulysses":
             ranks = ranks.turned()
         if ranks.heads_ranks > 1:
-            _refuse_rows(call)
+            _refuse_rows(call, texts[0])
     except Exception as error:
         _tell(ranks, (q, k, v), error, limit)
         raise
@@ -197,15 +197,15 @@ def known_method(method: Any, ranks: Ranks) -> None:
         raise ValueError(f"method 'usp' and a mesh of 2 dims go together, got {method!r} and {dims} dims")
 
 
-def _refuse_rows(call: Call) -> None:
+def _refuse_rows(call: Call, queries: str) -> None:
     """Raise ValueError for a table of queries, of which a rank that shares heads needs those of others."""
-    for name in ("bias", "mask"):
-        table = getattr(call, name)
-        if isinstance(table, Tensor) and table.dim() > 1 and table.shape[-2] != 1:
-            raise ValueError(
-                f"{name} must not depend on queries with method 'ulysses' or 'usp', which need those of other ranks,"
-                f" got {tuple(table.shape)}: expected method 'ring' or 'allgather', or a function"
-            )
+    name = table_of_queries(call, set(sizes_of(queries)) == {1})  # of others, one rank at least knows
+    if name:
+        raise ValueError(
+            f"{name} must not depend on queries with method 'ulysses' or 'usp', which need those of other ranks, nor"
+            " have an axis for them where all shards have one token: expected method 'ring' or 'allgather', a tensor of"
+            f" keys alone, or a function, got {tuple(getattr(call, name).shape)}"
+        )
 
 
 def _tell(ranks: Ranks, given: tuple[Any, ...], error: Exception, timeout: float) -> None:

@@ -94,12 +94,27 @@ NEVER = Time(math.inf, math.inf)
 def work_of(call: Call, ranks: int, shares: int, queries: str, keys: str) -> Work:
     """The numbers of a call of local shards in layout bshd."""
     q, k, v = call.q, call.k, call.v
-    tables = [t for t in (call.bias, call.mask) if isinstance(t, torch.Tensor)]
+    table = table_of_queries(call, 1 in sizes_of(queries))  # on any rank, as all must choose alike
     return Work(
         q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size(), queries, keys, ranks, shares,
-        call.causal, call.window, any(t.dim() > 1 and t.shape[-2] != 1 for t in tables),
+        call.causal, call.window, bool(table),
         torch.is_grad_enabled() and call.needs_gradient,
     )  # fmt: skip
+
+
+def table_of_queries(call: Call, single: bool) -> str:
+    """Which of bias and mask is a tensor that depends on queries, "" for none. Its row for a shard of one place has the
+    shape of a row for all: `single` says to take the one for the other."""
+    for name, table in (("bias", call.bias), ("mask", call.mask)):
+        if isinstance(table, torch.Tensor) and table.dim() > 1 and (single or table.shape[-2] != 1):
+            return name
+    return ""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def sizes_of(sharding: str) -> tuple[int, ...]:
+    """Places of the shards, by the text of their sharding."""
+    return Sharding.parse(sharding).sizes
 
 
 def choose(call: Call, ranks: Any, queries: str, keys: str) -> str:
