@@ -66,6 +66,13 @@ def is_integer(value: Any) -> bool:
     return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
+def at_least(name: str, value: Any, least: int) -> int:
+    """`value`, which must be an integer of that size or more."""
+    if not is_integer(value) or value < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+    return operator.index(value)
+
+
 def sides(window: Any) -> tuple[int | None, int | None]:
     """(left, right) of a window, each an int >= 0, or None for unbounded, which -1 is too."""
     if type(window) is tuple and len(window) == 2:  # what most calls give

@@ -210,6 +210,14 @@ def test_a_seed_changed_in_place_before_the_backward_is_noticed():
         out.sum().backward()
 
 
+def test_rows_without_keys_of_which_dropout_leaves_nothing():
+    q, k = torch.zeros(1, 3, 1, 8), torch.zeros(1, 1, 1, 8)
+    given = {"causal": True, "return_lse": True, "dropout_p": 0.5, "dropout_seed": 0}
+    lse = sartor.attention(q, k, k, **given)[1]
+    assert lse.tolist() == [[[-torch.inf, -torch.inf, 0]]]
+    assert torch.equal(lse, sartor.attention(q, k, k, kernel="reference", **given)[1])
+
+
 def test_no_rows_and_no_keys():
     for sq, skv in ((0, 5), (5, 0), (1, 1)):
         q, k, v = testing.make_inputs(1, 2, 2, sq, skv, 8, dtype=torch.float32, layout="bshd")

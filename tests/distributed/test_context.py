@@ -89,6 +89,10 @@ SHAPES = [
     Case("sliding", "ulysses", "zigzag", ranks=2, layout="bhsd"),
     Case("causal", "ring", "zigzag", ranks=4, kernel="blocked", through_lse=False),
     Case("causal", "auto", "zigzag", ranks=4),
+    Case("causal", "auto", "zigzag", ranks=2, batch=0),
+    *(Case("causal", "ring", kind, ranks=2, seqlen_q=0) for kind in KINDS),
+    Case("causal", "ulysses", "zigzag", ranks=2, seqlen_q=0),
+    Case("bias", "auto", "striped", ranks=4, heads="many", seqlen_q=2, seqlen_kv=50, pad=False),  # one row, or none
     Case("causal", "ring", "zigzag", ranks=1),
     Case("score", "usp", "zigzag", mesh=(2, 2)),
     Case("causal_documents", "usp", "contiguous", mesh=(2, 2), seqlen_q=37),

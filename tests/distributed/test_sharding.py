@@ -70,6 +70,7 @@ def test_labels_and_gradients():
         (lambda: Sharding.make("zigzag", 8, 0), "ranks must be an integer >= 1"),
         (lambda: Sharding.of_chunks(8, 2, [[0, 1], [1, 3]]), "each of the 4 chunks once"),
         (lambda: Sharding.of_chunks(8, 0, [[0]]), "chunk must be an integer"),
+        (lambda: Sharding.of_chunks(-8, 2, [[]]), "seqlen must be an integer >= 0"),
         (lambda: context.shard(torch.zeros(1, 7), Sharding.make("zigzag", 8, 2), 0), "x must have 8 tokens in dim 1"),
         (lambda: context.shard(torch.zeros(8), Sharding.make("zigzag", 8, 2), 0, dim=1), "dim must be a dim"),
         (lambda: context.unshard([torch.zeros(1, 4)], Sharding.make("zigzag", 8, 2)), "one of each of 2 ranks"),
@@ -83,6 +84,31 @@ def test_refused(make, words):
         return
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("rank", [2, 5, -1, 0.5, True])
+@pytest.mark.parametrize("call", [context.positions, lambda s, rank: context.shard(torch.zeros(1, 8), s, rank)])
+def test_ranks_that_a_sharding_has_not(call, rank):
+    with pytest.raises(ValueError, match="rank must be an integer from 0 to 1, got"):
+        call(Sharding.make("zigzag", 8, 2), rank)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: context.shard(x, "zigzag", 0),
+        lambda x: context.positions("zigzag", 0),
+        lambda x: context.unshard([x], "zigzag"),
+    ],
+)
+def test_no_sharding(call):
+    with pytest.raises(TypeError, match=r"sharding must be a Sharding, .* got str"):
+        call(torch.zeros(1, 8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tokens(kind):
+    assert Sharding.make(kind, 0, 2, multiple=4).sizes == (0, 0)
 
 
 def seeded(seed):
@@ -209,6 +235,28 @@ def test_balance_of_others(given):
     n, ranks = 65536, 8
     s = context.balanced(n, ranks, **given)
     assert imbalance(s, visible_tiles(n, n, **given).double()) <= 1.05
+
+
+@pytest.mark.parametrize("given", [{"window": (-1, 0)}, {"window": [None, 0]}, {"causal": True, "window": (-1, 4)}])
+def test_balance_of_a_causal_mask_by_another_name(given):
+    assert context.balanced(4096, 4, **given) == context.balanced(4096, 4, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"seqlen": -1}, ValueError, "seqlen must be an integer >= 0, got -1"),
+        ({"ranks": 0}, ValueError, "ranks must be an integer >= 1, got 0"),
+        ({"chunk": 0}, ValueError, "chunk must be an integer >= 1, got 0"),
+        ({"chunk": -1}, ValueError, "chunk must be an integer >= 1, got -1"),
+        ({"window": (1, 2, 3)}, ValueError, "window must be None or a pair"),
+        ({"causal": "foo"}, ValueError, "causal must be False, True"),
+        ({"mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, TypeError, "mask must be a sartor.mods.Mask, got Tensor"),
+    ],
+)
+def test_what_balanced_refuses(given, error, words):
+    with pytest.raises(error, match=words):
+        context.balanced(**{"seqlen": 8, "ranks": 2, **given})
 
 
 def test_visible_tiles():

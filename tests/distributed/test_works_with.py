@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case
+from torch import nn
 from torch.nn import functional as F
 
 import sartor
 import sartor.distributed as context
 from sartor import mods
 from sartor.distributed import Sharding
+from sartor.integrations.torch import activate
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -153,6 +155,76 @@ def test_in_a_model(world):
     world.run(2, in_a_model)
 
 
+def module(name):
+    """One of PyTorch's own with attention in it, and what calls it."""
+    torch.manual_seed(0)
+    if name == "attention":
+        made = nn.MultiheadAttention(16, 2, batch_first=True)
+        return made, lambda x: made(x, x, x, need_weights=False)[0]
+    made = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return made, lambda x: made(x, torch.ones(x.shape[1], x.shape[1]).tril().log(), is_causal=True)
+
+
+def in_modules(groups, name, how):
+    """Values, and gradients of inputs and of parameters, are those of one process."""
+    made, call = module(name)
+    made = made.double().train(how != "eval")
+    whole = torch.randn(2, 24, 16, dtype=torch.float64, requires_grad=True)
+    sharding, rank = Sharding.make("zigzag", 24, 2), dist.get_rank()
+    own = context.shard(whole, sharding, rank).detach().requires_grad_()
+    expected = call(whole)
+    if how == "compiled":
+        torch.compiler.reset()
+        call = torch.compile(call, backend="aot_eager")
+    here = {"group": groups[2], "layout_of_sequence": "zigzag", "method": "ring"}
+    with context.context_parallel(**here):
+        found = call(own)
+    with context.context_parallel(**here), torch.device("cpu"), torch.no_grad():  # a mode around it, the fast path
+        again = call(own)
+    torch.testing.assert_close(found, context.shard(expected, sharding, rank), **CLOSE)
+    torch.testing.assert_close(again, found, **CLOSE)
+    dx, *wanted = gradients(expected, [whole, *made.parameters()])
+    own_dx, *parts = gradients(found, [own, *made.parameters()])
+    torch.testing.assert_close(own_dx, context.shard(dx, sharding, rank), **CLOSE)
+    for part, want in zip(parts, wanted, strict=True):
+        dist.all_reduce(part, group=groups[2])
+        torch.testing.assert_close(part, want, **CLOSE)
+
+
+@pytest.mark.parametrize("how", ["train", "eval", "compiled"])
+@pytest.mark.parametrize("name", ["attention", "layer"])
+def test_in_modules_of_pytorch(world, name, how):
+    world.run(2, in_modules, name, how)
+
+
+def of_modules_refused(groups):
+    x = torch.zeros(1, 4, 8)
+    with context.context_parallel(group=groups[1]):
+        with pytest.raises(NotImplementedError, match="need_weights must be False"):
+            nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x)
+        for name in ("add_bias_kv", "add_zero_attn"):
+            with pytest.raises(NotImplementedError, match="must have add_bias_kv=False and add_zero_attn=False"):
+                nn.MultiheadAttention(8, 2, batch_first=True, **{name: True})(x, x, x, need_weights=False)
+
+
+def test_modules_refused(world):
+    world.run(1, of_modules_refused)
+
+
+def while_active(groups):
+    """Within `activate()` too, which puts another function in the place of PyTorch's."""
+    (q, k, v), group, whole = shards(groups, kind="contiguous")
+    with activate(), context.context_parallel(group=group, method="ring"):
+        found = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+    whole = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in whole))
+    torch.testing.assert_close(found, context.shard(whole, Sharding.make("contiguous", 32, 2), dist.get_rank(), dim=2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_while_active(world):
+    world.run(2, while_active)
+
+
 def decoded(groups, ranks, kind, sq, feature):
     case = Case(feature, kind=kind, ranks=ranks, seqlen_q=sq, seqlen_kv=50, pad=False)
     data, sharding = cases.inputs(case), Sharding.make(kind, 50, ranks)
@@ -182,6 +254,14 @@ def explained(groups):
     found = context.explain(q, k, v, group=groups[4], causal=True, layout_of_sequence="zigzag")
     windowed = context.explain(q, k, v, group=groups[4], causal=True, window=(100, 0))
     chosen = context.explain(q, k, v, group=groups[4], bias=torch.empty(4096, 1, device="meta"), method="ring")
+    for given, kind, words in (
+        ({"causl": True}, TypeError, "unexpected keyword argument 'causl': did you mean causal"),
+        ({"method": "foo"}, ValueError, "method must be one of"),
+        ({"method": "usp"}, ValueError, "a mesh of 2 dims go together, got 'usp' and 1 dims"),
+        ({"timeout": -1}, ValueError, "timeout must be a number of seconds > 0"),
+    ):
+        with pytest.raises(kind, match=words):
+            context.explain(q, k, v, group=groups[4], **given)
     return str(found), found.method, windowed.readers, str(chosen)
 
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from sartor.distributed.transport import Transport
 
-_AGREED: OrderedDict[Any, None] = OrderedDict()
-_MOST_AGREED = 4096
+# What each group agreed on last. Groups share none of it: a rank of two groups would forget what others still know, and
+# ask again while they do not.
+_AGREED: WeakKeyDictionary[Any, OrderedDict[str, None]] = WeakKeyDictionary()
+_MOST_AGREED = 4096  # of a group
 WIDTH = 1024  # bytes of a description that other ranks get to read
 
 
@@ -26,25 +29,30 @@ def agree(transport: Transport, description: str, device: torch.device, error: E
     A description that all agreed on is not asked again; a rank that comes with a new one while others do not waits for
     them until the time limit of the group, or that of the call, is over.
     """
-    if transport.ranks == 1:
-        if error is not None:
-            raise error
-        return
-    key = (transport.group.group_name, description)
-    if error is None and key in _AGREED:
-        _AGREED.move_to_end(key)
-        return
-    said = description if error is None else f"{type(error).__name__}: {error}"
-    others = _exchange(transport, said, error is not None, device)
     if error is not None:
+        tell(transport, error, device)
         raise error
-    wrong = [f"rank {rank}: {text}" for rank, (text, digest, bad) in enumerate(others) if bad or digest != _hash(said)]
+    if transport.ranks == 1:
+        return
+    agreed = _AGREED.setdefault(transport.group, OrderedDict())
+    if description in agreed:
+        agreed.move_to_end(description)
+        return
+    others = _exchange(transport, description, False, device)
+    digest = _hash(description)
+    wrong = [f"rank {rank}: {text}" for rank, (text, other, bad) in enumerate(others) if bad or other != digest]
     if wrong:
-        own = f"rank {transport.rank}: {said[:WIDTH]}"
+        own = f"rank {transport.rank}: {description[:WIDTH]}"
         raise Disagreement("\n  ".join(["all ranks of the group must make the same call, got", own, *wrong]))
-    _AGREED[key] = None
-    if len(_AGREED) > _MOST_AGREED:
-        _AGREED.popitem(last=False)
+    agreed[description] = None
+    if len(agreed) > _MOST_AGREED:
+        agreed.popitem(last=False)
+
+
+def tell(transport: Transport, error: Exception, device: torch.device) -> None:
+    """Make `agree` raise on the other ranks, because of an error on this one."""
+    if transport.ranks > 1:
+        _exchange(transport, f"{type(error).__name__}: {error}", True, device)
 
 
 def _hash(text: str) -> bytes:

@@ -13,9 +13,11 @@ from sartor import ops
 from sartor.api import Causal, Layout, Window, _autocast, seed_of
 from sartor.checks import boolean, real
 from sartor.distributed import dtensor, operator
-from sartor.distributed.choose import choose
+from sartor.distributed.agreement import tell
+from sartor.distributed.choose import choose, sizes_of, table_of_queries
 from sartor.distributed.operator import Place
 from sartor.distributed.sharding import KINDS, Sharding
+from sartor.distributed.transport import Transport
 from sartor.distributed.ulysses import collect_heads, spread_heads
 from sartor.kernels import dropout
 from sartor.mods.core import Mask, Score
@@ -80,8 +82,8 @@ def attention(
             number of tokens and no padding; or a `Sharding`; or two of them, of queries and of keys.
         timeout: seconds a transfer may take on backends that measure it (gloo); by default the group's own limit.
         bias, mask as a tensor: of this rank's queries and all keys, broadcastable to (batch, heads_q, places of the
-            shard of q, seqlen_kv), keys in the order of the sequence. With queries on their own axis they are refused
-            by "ulysses" and "usp".
+            shard of q, seqlen_kv), keys in the order of the sequence. With queries on their own axis, or any axis for
+            them where all shards have one token, they are refused by "ulysses" and "usp".
         mask, score: tensors that they read are those of the whole sequence, the same on all ranks.
         sinks: the same on all ranks. Its gradient, that of a bias without queries, and those of tensors that a score
             reads are what this rank's queries and heads add: sum them over the group as those of every parameter that
@@ -100,25 +102,36 @@ def attention(
         Disagreement (a ValueError): ranks made calls that do not go together, on all ranks.
         RuntimeError: a rank was lost, or did not come within the time limit.
     """
-    boolean("return_lse", return_lse)
     if dtensor.is_one(q) or dtensor.is_one(k) or dtensor.is_one(v):
         first_item, first_head = dtensor.first(q, layout)
         q, k, v, mesh, layout_of_sequence, wrap = dtensor.unwrapped(q, k, v, mesh, layout_of_sequence, layout)
     else:
         wrap, first_item, first_head = None, 0, 0
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = _autocast(q, k, v)
-    call = Call(
-        q, k, v, bias, mask, score, alibi_slopes, sinks, causal, window, softmax_scale, softcap, deterministic,
-        out_dtype, kernel, precision, layout, dropout_p=dropout_p,
-    ).bshd()  # fmt: skip
-    call.dropout_seed = seed_of(call, dropout_seed)
-    if call.dropout_seed is not None and (first_item or first_head):
-        call.dropout_seed = dropout.part(call.dropout_seed, first_head=first_head, first_item=first_item)
     ranks = Ranks("", 1, 0, "", 1, 0) if wrap is not None and mesh is group is None else ranks_of(mesh, group)
-    queries, keys = shardings_of(layout_of_sequence, ranks.ranks, call)
-    name = choose(call, ranks, queries, keys) if method == "auto" else method
-    out, lse = _run(call, name, ranks, (queries, keys), seconds(timeout))
+    limit = 0.0
+    try:
+        boolean("return_lse", return_lse)
+        limit = seconds(timeout)
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = _autocast(q, k, v)
+        call = Call(
+            q, k, v, bias, mask, score, alibi_slopes, sinks, causal, window, softmax_scale, softcap, deterministic,
+            out_dtype, kernel, precision, layout, dropout_p=dropout_p,
+        ).bshd()  # fmt: skip
+        call.dropout_seed = seed_of(call, dropout_seed)
+        if call.dropout_seed is not None and (first_item or first_head):
+            call.dropout_seed = dropout.part(call.dropout_seed, first_head=first_head, first_item=first_item)
+        known_method(method, ranks)
+        texts = shardings_of(layout_of_sequence, ranks.ranks, call)
+        name = choose(call, ranks, *texts) if method == "auto" else method
+        if name == "ulysses":
+            ranks = ranks.turned()
+        if ranks.heads_ranks > 1:
+            _refuse_rows(call, texts[0])
+    except Exception as error:
+        _tell(ranks, (q, k, v), error, limit)
+        raise
+    out, lse = _run(call, name, ranks, texts, limit)
     out = out.transpose(1, 2) if layout == "bhsd" else out
     if wrap is not None:
         out, lse = wrap(out, lse)
@@ -136,7 +149,7 @@ def seconds(timeout: Any) -> float:
 
 
 def ranks_of(mesh: Any, group: Any) -> Ranks:
-    """The ranks of a mesh or group. Raises ValueError where neither is one that can be taken."""
+    """The ranks of a mesh or group. Raises TypeError or ValueError where neither is one that can be taken."""
     if mesh is not None and group is not None:
         raise ValueError("mesh and group must not be given both, expected one of them")
     if not dist.is_available() or not dist.is_initialized():
@@ -146,6 +159,10 @@ def ranks_of(mesh: Any, group: Any) -> Ranks:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group must be a ProcessGroup that this rank is in, got {type(group).__name__}")
         return Ranks(group.group_name, group.size(), group.rank(), "", 1, 0)
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh must have 1 or 2 dims, got {mesh.ndim}: take a part of it by the names of its dims")
     ring = mesh.get_group(0)
@@ -171,15 +188,36 @@ def shardings_of(given: Any, ranks: int, call: Call) -> tuple[str, str]:
     return pair[0].text, pair[1].text
 
 
+def known_method(method: Any, ranks: Ranks) -> None:
+    """One of METHODS, which goes with the mesh."""
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    dims = 2 if ranks.heads else 1
+    if method != "auto" and (dims == 2) != (method == "usp"):
+        raise ValueError(f"method 'usp' and a mesh of 2 dims go together, got {method!r} and {dims} dims")
+
+
+def _refuse_rows(call: Call, queries: str) -> None:
+    """Raise ValueError for a table of queries, of which a rank that shares heads needs those of others."""
+    name = table_of_queries(call, set(sizes_of(queries)) == {1})  # of others, one rank at least knows
+    if name:
+        raise ValueError(
+            f"{name} must not depend on queries with method 'ulysses' or 'usp', which need those of other ranks, nor"
+            " have an axis for them where all shards have one token: expected method 'ring' or 'allgather', a tensor of"
+            f" keys alone, or a function, got {tuple(getattr(call, name).shape)}"
+        )
+
+
+def _tell(ranks: Ranks, given: tuple[Any, ...], error: Exception, timeout: float) -> None:
+    """Make the call an error on all ranks, which are about to ask whether they agree: first those that share heads."""
+    devices = [t.device for t in given if isinstance(t, Tensor)]
+    if devices and not torch.compiler.is_compiling():
+        for group in (ranks.heads, ranks.ring):
+            tell(Transport.named(group, timeout), error, devices[0])
+
+
 def _run(call: Call, method: str, ranks: Ranks, texts: tuple[str, str], timeout: float) -> tuple[Tensor, Tensor]:
     """out in layout bshd, and lse."""
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
-    two = ranks.heads_ranks > 1 or ranks.heads != ""
-    if two != (method == "usp"):
-        raise ValueError(f"method 'usp' and a mesh of 2 dims go together, got {method!r} and {2 if two else 1} dims")
-    if method == "ulysses":
-        ranks = ranks.turned()
     gradient = torch.is_grad_enabled() and call.needs_gradient
     inner = method if method in operator.METHODS else "ring"
     if ranks.heads_ranks == 1:
@@ -197,16 +235,13 @@ def _shared(
 ) -> tuple[Tensor, Tensor]:
     """The heads of each rank of a group over the tokens of all of them, and back."""
     first, shares = ranks.ring_rank * ranks.heads_ranks, ranks.heads_ranks
-    for name in ("bias", "mask"):
-        table = getattr(call, name)
-        if isinstance(table, Tensor) and table.dim() > 1 and table.shape[-2] != 1:
-            raise ValueError(
-                f"{name} must not depend on queries with method 'ulysses' or 'usp', which need those of other ranks,"
-                f" got {tuple(table.shape)}: expected method 'ring' or 'allgather', or a function"
-            )
-    q, k, v = (_spread(t, ranks.heads, text, first, timeout, call, shares) for t, text in zip(
-        (call.q, call.k, call.v), (texts[0], texts[1], texts[1]), strict=True
-    ))  # fmt: skip
+    try:
+        q, k, v = (_spread(t, ranks.heads, text, first, timeout, call, shares) for t, text in zip(
+            (call.q, call.k, call.v), (texts[0], texts[1], texts[1]), strict=True
+        ))  # fmt: skip
+    except ValueError as error:  # which all that share heads know of
+        _tell(replace(ranks, heads=""), (call.q,), error, timeout)
+        raise
     heads = q.shape[2]
     own = slice(ranks.heads_rank * heads, (ranks.heads_rank + 1) * heads)
     inner = replace(

@@ -7,10 +7,12 @@ import heapq
 
 import torch
 
+from sartor.checks import at_least
 from sartor.distributed.sharding import Sharding
 from sartor.distributed.shift import Window, band, both, sides_of
 from sartor.distributed.sight import rows
 from sartor.mods.core import Mask
+from sartor.problem import Call
 
 TILE = 128  # queries and keys of a tile that is counted
 
@@ -19,8 +21,11 @@ def visible_tiles(
     seqlen_q: int, seqlen_kv: int, *, causal: bool | str = False, window: Window = None, mask: Mask | None = None
 ) -> torch.Tensor:
     """int64 (tiles of queries,): for each tile of 128 queries, how many tiles of 128 keys are not empty by the mask's
-    `rows`, which is what a kernel computes."""
-    sides = sides_of(causal, window, seqlen_q, seqlen_kv)
+    `rows`, which is what a kernel computes. Raises TypeError or ValueError for what `attention` would not take."""
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a sartor.mods.Mask, got {type(mask).__name__}")
+    call = Call(*(torch.empty(0, device="cpu"),) * 3, causal=causal, window=window)  # which reads them as a call does
+    sides = sides_of(call.causal, call.window, seqlen_q, seqlen_kv)
     whole = None if sides is None else band(*sides)
     whole = mask if whole is None else whole if mask is None else both(whole, mask)
     tiles = -(-seqlen_q // TILE)
@@ -52,8 +57,15 @@ def balanced(
 
     Returns:
         A padded `Sharding`, for `shard`, `unshard` and `attention`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the mask must be a `sartor.mods.Mask`.
     """
-    if chunk is None:
+    at_least("seqlen", seqlen, 0)
+    at_least("ranks", ranks, 1)
+    if chunk is not None:
+        at_least("chunk", chunk, 1)
+    else:
         chunk = max(TILE, seqlen // (16 * ranks) // TILE * TILE)
     tiles = visible_tiles(seqlen, seqlen, causal=causal, window=window, mask=mask).double()
     count = -(-seqlen // chunk)

@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
     def repeats(self, shares: int) -> int:
         """How often a key head is there where so many ranks share heads, and some must share one."""
-        group = self.heads_q // self.heads_kv
+        group = self.heads_q // max(self.heads_kv, 1)  # none are refused later, in words
         return group // math.gcd(max(self.heads_q // shares, 1), group)
 
     @property
@@ -94,12 +94,27 @@ NEVER = Time(math.inf, math.inf)
 def work_of(call: Call, ranks: int, shares: int, queries: str, keys: str) -> Work:
     """The numbers of a call of local shards in layout bshd."""
     q, k, v = call.q, call.k, call.v
-    tables = [t for t in (call.bias, call.mask) if isinstance(t, torch.Tensor)]
+    table = table_of_queries(call, 1 in sizes_of(queries))  # on any rank, as all must choose alike
     return Work(
         q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size(), queries, keys, ranks, shares,
-        call.causal, call.window, any(t.dim() > 1 and t.shape[-2] != 1 for t in tables),
+        call.causal, call.window, bool(table),
         torch.is_grad_enabled() and call.needs_gradient,
     )  # fmt: skip
+
+
+def table_of_queries(call: Call, single: bool) -> str:
+    """Which of bias and mask is a tensor that depends on queries, "" for none. Its row for a shard of one place has the
+    shape of a row for all: `single` says to take the one for the other."""
+    for name, table in (("bias", call.bias), ("mask", call.mask)):
+        if isinstance(table, torch.Tensor) and table.dim() > 1 and (single or table.shape[-2] != 1):
+            return name
+    return ""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def sizes_of(sharding: str) -> tuple[int, ...]:
+    """Places of the shards, by the text of their sharding."""
+    return Sharding.parse(sharding).sizes
 
 
 def choose(call: Call, ranks: Any, queries: str, keys: str) -> str:
@@ -188,9 +203,9 @@ def _passes(queries: Sharding, keys: Sharding, work: Work, machine: Machine, str
 def compute(work: Work, machine: Machine, backward: bool, shares: int, block: tuple[float, float, float]) -> float:
     """Seconds for a block of (pairs, queries, keys) and the heads of one of so many ranks that share them."""
     pairs, queries, keys = block
-    if not pairs:
-        return 0.0
     flops = pairs * work.pair / shares * (2.5 if backward else 1)
+    if not flops:  # nor a rate to be asked for, of a batch of 0 for one
+        return 0.0
     rows = keys if backward else queries  # that a kernel holds while it loops over the others
     rate = machine.rate(backward, pairs / rows, rows * work.batch * work.heads_q / shares, work.itemsize)
     return max(flops / rate, machine.step)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 from sartor import api as dense
-from sartor.checks import known_layout
-from sartor.distributed.api import ranks_of, shardings_of
+from sartor.checks import boolean, known_layout, unexpected
+from sartor.distributed.api import attention, known_method, ranks_of, seconds, shardings_of
 from sartor.distributed.choose import Forecast, Work, forecasts, work_of
 from sartor.distributed.machine import Machine, machine_of
 from sartor.distributed.sharding import Sharding
@@ -54,6 +55,9 @@ def _in_words(found: Forecast, gradient: bool) -> str:
     )
 
 
+_KNOWN = tuple(signature(attention).parameters)
+
+
 def explain(
     q: Any, k: Any, v: Any, *, mesh: Any = None, group: Any = None, layout_of_sequence: Any = "contiguous",
     layout: str = "bshd", machine: Machine | None = None, method: str = "auto", **options: Any,
@@ -65,11 +69,18 @@ def explain(
         machine: whose numbers to take; by default the device's (`sartor.distributed.machine`).
         method: to ask what another than the one chosen would take.
         Others: as in `attention`.
+
+    Raises:
+        TypeError, ValueError: as `attention`; of a keyword that is unknown, which one may be meant.
     """
     known_layout(layout)
-    options = {n: o for n, o in options.items() if n not in ("return_lse", "timeout")}
+    if not options.keys() <= set(_KNOWN):
+        raise unexpected("explain", options, _KNOWN)
+    boolean("return_lse", options.pop("return_lse", False))
+    seconds(options.pop("timeout", None))
     call = Call(q, k, v, layout=layout, **options).bshd()
     ranks = ranks_of(mesh, group)
+    known_method(method, ranks)
     queries, keys = shardings_of(layout_of_sequence, ranks.ranks, call)
     work = work_of(call, ranks.ranks, ranks.heads_ranks, queries, keys)
     machine = machine or machine_of(call.q.device)

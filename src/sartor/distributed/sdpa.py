@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,17 +14,47 @@ from torch.overrides import TorchFunctionMode
 from sartor.distributed.api import Method, Shardings, attention
 
 Tensor = torch.Tensor
+PYTORCHS = torch._C._nn.scaled_dot_product_attention  # whatever `torch.nn.functional` has in its place
 
 
 class _Replaced(TorchFunctionMode):
-    """Calls of one function go to another."""
+    """Calls of PyTorch's attention go to another function, those that `nn.MultiheadAttention` makes too."""
 
-    def __init__(self, function: Callable[..., Any], other: Callable[..., Any]) -> None:
+    def __init__(self, other: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.function, self.other = function, other
+        self.other = other
+        # The module's function is seen before the one that it calls, and runs with this mode off: a copy of it calls
+        # `other`, and hands itself to modes around this one.
+        module: Any = F.multi_head_attention_forward
+        names = {n: value for n, value in module.__globals__.items() if n != "__name__"}  # compilers look it up there
+        names["scaled_dot_product_attention"] = other
+        self.module = FunctionType(module.__code__, names, module.__name__, module.__defaults__)
+        names[module.__name__] = self.module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self.other if func is self.function else func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            return self._of_module(*args, **kwargs)
+        return (self.other if func is PYTORCHS else func)(*args, **kwargs)
+
+    def _of_module(
+        self, query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int, in_proj_weight: Any,
+        in_proj_bias: Any, bias_k: Any, bias_v: Any, add_zero_attn: bool, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if kwargs["need_weights"]:
+            raise NotImplementedError(
+                "need_weights must be False for nn.MultiheadAttention within context_parallel, as no rank has the"
+                " weights of all keys, got True"
+            )
+        if bias_k is not None or add_zero_attn:
+            raise NotImplementedError(
+                "nn.MultiheadAttention must have add_bias_kv=False and add_zero_attn=False within context_parallel, as"
+                " each rank would add keys of its own, got True"
+            )
+        return self.module(
+            query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v,
+            add_zero_attn, *args, **kwargs,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -31,7 +62,8 @@ def context_parallel(
     *, mesh: Any = None, group: Any = None, method: Method = "auto", layout_of_sequence: Shardings = "contiguous",
     timeout: float | None = None, **options: Any,
 ) -> Iterator[None]:  # fmt: skip
-    """Within it, `torch.nn.functional.scaled_dot_product_attention` takes shards of a sequence, on this thread.
+    """Within it, `torch.nn.functional.scaled_dot_product_attention` takes shards of a sequence, on this thread,
+    and so do `nn.MultiheadAttention` (with `need_weights=False`) and PyTorch's Transformer layers, which call it.
 
     Shard token ids, labels and position ids by `shard` and `positions` before the model sees them. Positions that the
     model makes itself count from 0 on every rank: pass them in.
@@ -65,5 +97,5 @@ def context_parallel(
         assert isinstance(out, Tensor)
         return out
 
-    with _Replaced(F.scaled_dot_product_attention, replaced):
+    with _Replaced(replaced):
         yield

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
+from typing import Any
 
 import torch
 
-from sartor.checks import is_integer
+from sartor.checks import at_least, is_integer
 
 KINDS = ("contiguous", "zigzag", "striped")
 
@@ -80,8 +81,7 @@ class Sharding:
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
         for name, value, least in (("seqlen", seqlen, 0), ("ranks", ranks, 1), ("multiple", multiple, 1)):
-            if not is_integer(value) or value < least:
-                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+            at_least(name, value, least)
         return cls.parse(f"{kind} {seqlen} over {ranks} by {multiple} {'padded' if pad else 'ragged'}")
 
     @classmethod
@@ -90,8 +90,8 @@ class Sharding:
 
         Raises ValueError unless every chunk of the sequence has one owner.
         """
-        if not is_integer(chunk) or chunk < 1:
-            raise ValueError(f"chunk must be an integer >= 1, got {chunk!r}")
+        at_least("seqlen", seqlen, 0)
+        at_least("chunk", chunk, 1)
         given, wanted = sorted(chain.from_iterable(owners)), list(range(-(-seqlen // chunk)))
         if given != wanted:
             raise ValueError(f"owners must hold each of the {len(wanted)} chunks once, got {given[:20]}")
@@ -138,7 +138,7 @@ def _parse(text: str) -> Sharding:
     owners = [(r,) if kind == "contiguous" else (r, 2 * n - 1 - r) for r in range(n)]
     chunks = sum(map(len, owners))
     chunk = -(-int(seqlen) // (chunks * int(unit))) * int(unit)
-    return _chunks(text, int(seqlen), max(chunk, 1), owners, pad == "padded")
+    return _chunks(text, int(seqlen), chunk, owners, pad == "padded")
 
 
 def _striped(text: str, seqlen: int, ranks: int, unit: int, pad: bool) -> Sharding:
@@ -211,7 +211,11 @@ def shard(x: torch.Tensor, sharding: Sharding, rank: int, dim: int = 1, fill: fl
 
     Returns:
         The tensor with `sharding.sizes[rank]` entries along `dim`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
     """
+    _check(sharding, rank)
     dim = _dim(x, dim)
     if x.shape[dim] != sharding.seqlen:
         raise ValueError(f"x must have {sharding.seqlen} tokens in dim {dim}, got {x.shape[dim]}: {tuple(x.shape)}")
@@ -224,6 +228,7 @@ def shard(x: torch.Tensor, sharding: Sharding, rank: int, dim: int = 1, fill: fl
 
 def unshard(shards: Sequence[torch.Tensor], sharding: Sharding, dim: int = 1) -> torch.Tensor:
     """The whole tensor from the shards of all ranks; `gather` fetches them first. Differentiable."""
+    _check(sharding)
     if len(shards) != sharding.ranks:
         raise ValueError(f"shards must be one of each of {sharding.ranks} ranks, got {len(shards)}")
     dim = _dim(shards[0], dim)
@@ -245,7 +250,16 @@ def order(sharding: Sharding, device: torch.device) -> torch.Tensor:
 def positions(sharding: Sharding, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """int64 (places,): the position in the sequence of each place of a rank's shard, as rotary embeddings need them;
     0 for padding."""
+    _check(sharding, rank)
     return shard(torch.arange(sharding.seqlen, device=device), sharding, rank, dim=0)
+
+
+def _check(sharding: Any, rank: Any = 0) -> None:
+    """Raise TypeError unless it is a Sharding, ValueError unless it has a shard for the rank."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding must be a Sharding, as Sharding.make gives, got {type(sharding).__name__}")
+    if not is_integer(rank) or not 0 <= rank < sharding.ranks:
+        raise ValueError(f"rank must be an integer from 0 to {sharding.ranks - 1}, got {rank!r}")
 
 
 def _dim(x: torch.Tensor, dim: int) -> int:

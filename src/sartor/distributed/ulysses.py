@@ -52,11 +52,10 @@ def _spread(x: Tensor, group: str, sharding: str, first: int, timeout: float) ->
             raise ValueError(f"heads must be a multiple of the {ranks} ranks that share them, got {x.shape[2]}")
     except ValueError as wrong:
         error = wrong
-    said = (
-        ""
-        if error
-        else f"all-to-all of (batch {x.shape[0]}, heads {x.shape[2:]}) {x.dtype}, `{sharding}` from {first} on"
-    )
+    said = "" if error else (
+        f"all-to-all of (batch {x.shape[0]}, heads {x.shape[2]}, dim {x.shape[3]}) {x.dtype}, `{sharding}` from {first}"
+        " on"
+    )  # fmt: skip
     agree(transport, said, x.device, error)
     counts = [whole.count(first + r) for r in range(ranks)]
     b, heads, dim = x.shape[0], x.shape[2] // ranks, x.shape[3]

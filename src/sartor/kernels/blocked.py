@@ -213,6 +213,8 @@ def whole(part: Part, q: Tensor, span: Span, block_n: int) -> tuple[Tensor, Tens
     s, _, _ = scores(part, q, span.i, j, partial)
     p = s.softmax(2)
     top = p.amax(2, keepdim=True)
+    if part.p.dropout_p and not finite(top):  # of a row without keys, whose NaNs dropout would make zeros
+        return None
     out = torch.bmm(after_dropout(part, p, part.frame.dropout(span.i, j)), part.v[:, j])
     return (out, s.amax(2, keepdim=True) - top.log_()) if finite(out) else None
 
