@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from inspect import signature
 
 import pytest
@@ -164,6 +166,29 @@ def test_other_tensors_of_a_shape_that_was_seen():
     for other in (k.to("meta"), k.to_sparse(), k.tolist(), k.half()):
         with pytest.raises((TypeError, ValueError), match=r"^k must"):
             sartor.attention(q, other, v)
+
+
+NESTED = """
+import torch, sartor
+q = torch.randn(2, 4, 2, 8)
+b = torch.randn(2, 1, 1, 4)
+for options in ({}, {"bias": b}, {"mask": b > 0}):
+    given = {"q": q, "k": q, "v": q} | options
+    sartor.attention(**given)
+    for name, t in given.items():
+        try:
+            sartor.attention(**given | {name: torch.nested.nested_tensor([*t])})
+        except TypeError as error:
+            assert str(error) == f"{name} must be a dense (strided) tensor, got a nested tensor", error
+        else:
+            raise AssertionError(name)
+"""
+
+
+def test_nested_tensors_beside_calls_that_were_seen():
+    """In a process of its own, which a guard that meets one would end."""
+    found = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
