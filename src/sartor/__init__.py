@@ -1,7 +1,7 @@
 """Sartor: exact attention, made to measure.
 
 A name is imported when it is first used, so that `sartor --help` need not wait for PyTorch. A process that uses no name
-of it, but runs a graph that was exported in another one, imports `sartor.ops` for the operators.
+of it, but runs a graph that was exported in another one, imports `sartor.api` for the operators.
 """
 
 from importlib import import_module
