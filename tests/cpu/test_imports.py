@@ -40,7 +40,7 @@ MAY = {
     "compat": {"api", "checks", "mods", "lengths", "lengths_front"},
     "distributed": {"api", "cache", "checks", "compat", "kernels", "mods", "ops", "plan", "problem"},
     "integrations": {"api", "checks", "compat", "distributed", "mods", "ops", "problem"},
-    "nn": {"api", "mods"},
+    "nn": {"api", "checks", "lengths", "mods"},
 }
 
 
