@@ -387,6 +387,14 @@ def test_causal_biases_of_pytorch(make):
     assert torch.allclose(found, F.scaled_dot_product_attention(q, k, v, make(5, 9)), atol=1e-6)
 
 
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("lengths", [(4, 9), (5, 8)], ids=str)
+def test_causal_biases_of_other_lengths(make, lengths):
+    q, k = normal(2, 3, 5, 8), normal(2, 3, 9, 8)
+    with pytest.raises(ValueError, match=rf"attn_mask must be .* \(5, 9\), got \({lengths[0]}, {lengths[1]}\)"):
+        sartor.scaled_dot_product_attention(q, k, k, make(*lengths))
+
+
 def test_compiles():
     torch._dynamo.reset()
     q, k, v = (normal(2, 3, 5, 8, seed=i) for i in range(3))
