@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,
         flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
     )
     from sartor.compat.torch_sdpa import scaled_dot_product_attention
@@ -33,6 +35,8 @@ __all__ = [
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "merge_states",
     "mods",
