@@ -4,6 +4,7 @@ A name is imported when it is first used, so that `sartor --help` need not wait 
 of it, but runs a graph that was exported in another one, imports `sartor.api` for the operators.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,15 @@ _HOMES = {
     **{name: "compat.flash_attn" for name in __all__ if name.startswith("flash_attn_")},
 }  # fmt: skip
 
+
+def _imported(module: str) -> Any:
+    """A module whose tensors are real ones, where a tracer that makes fake ones is the first to use a name, too."""
+    if "torch" not in sys.modules:
+        return import_module(module)
+    with sys.modules["torch"].utils._python_dispatch._disable_current_modes():
+        return import_module(module)
+
+
 if not TYPE_CHECKING:  # to a type checker it would say that every name is there
 
     def __getattr__(name: str) -> Any:
@@ -56,10 +66,10 @@ if not TYPE_CHECKING:  # to a type checker it would say that every name is there
         if name.startswith("__"):
             raise AttributeError(f"module 'sartor' has no attribute {name!r}")
         if name in _HOMES:
-            globals()[name] = found = getattr(import_module(f"sartor.{_HOMES[name]}"), name)
+            globals()[name] = found = getattr(_imported(f"sartor.{_HOMES[name]}"), name)
             return found
         try:
-            return import_module(f"sartor.{name}")
+            return _imported(f"sartor.{name}")
         except ModuleNotFoundError as error:
             if error.name != f"sartor.{name}":
                 raise
