@@ -1,9 +1,10 @@
 """Sartor: exact attention, made to measure.
 
 A name is imported when it is first used, so that `sartor --help` need not wait for PyTorch. A process that uses no name
-of it, but runs a graph that was exported in another one, imports `sartor.ops` for the operators.
+of it, but runs a graph that was exported in another one, imports `sartor.api` for the operators.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
         flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,
         flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
         flash_attn_with_kvcache,
     )
     from sartor.compat.torch_sdpa import scaled_dot_product_attention
@@ -33,6 +36,8 @@ __all__ = [
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "merge_states",
     "mods",
@@ -45,6 +50,15 @@ _HOMES = {
     **{name: "compat.flash_attn" for name in __all__ if name.startswith("flash_attn_")},
 }  # fmt: skip
 
+
+def _imported(module: str) -> Any:
+    """A module whose tensors are real ones, where a tracer that makes fake ones is the first to use a name, too."""
+    if "torch" not in sys.modules:
+        return import_module(module)
+    with sys.modules["torch"].utils._python_dispatch._disable_current_modes():
+        return import_module(module)
+
+
 if not TYPE_CHECKING:  # to a type checker it would say that every name is there
 
     def __getattr__(name: str) -> Any:
@@ -52,10 +66,10 @@ if not TYPE_CHECKING:  # to a type checker it would say that every name is there
         if name.startswith("__"):
             raise AttributeError(f"module 'sartor' has no attribute {name!r}")
         if name in _HOMES:
-            globals()[name] = found = getattr(import_module(f"sartor.{_HOMES[name]}"), name)
+            globals()[name] = found = getattr(_imported(f"sartor.{_HOMES[name]}"), name)
             return found
         try:
-            return import_module(f"sartor.{name}")
+            return _imported(f"sartor.{name}")
         except ModuleNotFoundError as error:
             if error.name != f"sartor.{name}":
                 raise

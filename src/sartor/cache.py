@@ -65,12 +65,14 @@ def write(key: str, content: bytes) -> None:
     file = _file(key)
     with suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:  # of mode 0600
-            temporary.write(FORMAT + hashlib.sha256(body).digest() + body)
+        descriptor, temporary = tempfile.mkstemp(dir=file.parent)  # of mode 0600
         try:
-            os.replace(temporary.name, file)
-        except OSError:
-            os.unlink(temporary.name)
+            with open(descriptor, "wb") as opened:
+                opened.write(FORMAT + hashlib.sha256(body).digest() + body)
+            os.replace(temporary, file)
+        except BaseException:  # a full disk, Ctrl-C
+            os.unlink(temporary)
+            raise
         bound(LIMIT)
 
 

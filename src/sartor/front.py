@@ -48,12 +48,12 @@ def attend(
                     tensors += (x,)
         key = (
             q.numel(), k.numel(), causal, None if window is None else sides(window), softmax_scale,
-            softmax_scale.__class__, softcap, layout, kernel, extras,
+            softmax_scale.__class__, softcap, layout, kernel, extras, q.is_nested or k.is_nested or v.is_nested,
         )  # fmt: skip
         seen: Any = ops.PREPARED.get(key, ())
     except (TypeError, AttributeError, RuntimeError, ValueError):  # said by name in the long way
         return None
-    for same, plain in seen:  # noqa: B007 - one is broken off with
+    for same, plain in seen:  # noqa: B007 - one is broken off with; a nested tensor here would end the process
         if same(*tensors):
             break
     else:
@@ -95,7 +95,7 @@ def _place(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 def _key(x: Any) -> Any:
     """Of an argument besides q, k and v; what is unusual raises. Guards tell of a tensor what else there is to tell."""
-    if x.__class__ in PLAIN and not x.requires_grad:
+    if x.__class__ in PLAIN and not (x.requires_grad or x.is_nested):
         return x.numel()
     if isinstance(x, Tensor) or any(t.requires_grad for t in x.tensors):
         raise TypeError

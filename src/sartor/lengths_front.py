@@ -58,7 +58,8 @@ def find(
     once = tensors if len({*ids}) == len(ids) else tuple([t for i, t in enumerate(tensors) if ids.index(ids[i]) == i])
     try:  # guards want each tensor once
         key = (
-            face, *map(ids.index, ids), q.numel(), tensors[1].numel(), tuple([t.data_ptr() & 15 for t in tensors]),
+            face, *map(ids.index, ids), q.numel(), tensors[1].numel(),
+            tuple([-1 if t.is_nested else t.data_ptr() & 15 for t in tensors]),  # which in a guard ends the process
             causal, None if window is None else sides(window), softmax_scale, softmax_scale.__class__, softcap,
             repeats or torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from sartor.api import Window, attention
+from sartor.checks import needs_operator
+from sartor.lengths.values import check_filled
 from sartor.mods import Mask, cached
 from sartor.mods.core import over
 
@@ -26,11 +28,17 @@ class Cache:
     lengths: Tensor
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Write k and v (batch, seqlen, heads_kv, dim) behind what is there; the caller leaves room for them."""
-        at = self.lengths[:, None].long() + torch.arange(k.shape[1], device=k.device)
+        """Write k and v (batch, seqlen, heads_kv, dim) behind what is there; the caller leaves room for them.
+
+        Raises ValueError on a CPU where there is none; a GPU, which is not waited for, then fails by itself.
+        """
+        capacity, added = self.k.shape[1], k.shape[1]
+        if self.lengths.device.type == "cpu" and not needs_operator(self.lengths):
+            check_filled("cache.lengths", self.lengths.tolist(), capacity, added)
+        at = self.lengths[:, None].long() + torch.arange(added, device=k.device)
         item = torch.arange(k.shape[0], device=k.device)[:, None]
-        self.k[item, at], self.v[item, at] = k, v
-        self.lengths += k.shape[1]
+        self.k[item, at], self.v[item, at] = k.to(self.k.dtype), v.to(self.v.dtype)  # autocast's are others
+        self.lengths += added
 
 
 class Attention(torch.nn.Module):
@@ -45,7 +53,7 @@ class Attention(torch.nn.Module):
         sinks: whether each head has a learnt logit more in the softmax' denominator (Xiao et al. 2023; gpt-oss).
 
     Raises:
-        ValueError: dim is no multiple of heads, or heads none of heads_kv.
+        ValueError: dim is no multiple of heads, heads none of heads_kv, or the head dim is odd with rotary positions.
     """
 
     def __init__(
@@ -54,8 +62,11 @@ class Attention(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.heads_kv = heads, heads_kv or heads
-        if dim % heads or heads % self.heads_kv:
-            raise ValueError(f"dim must be a multiple of heads, and heads of heads_kv, got {dim}, {heads}, {heads_kv}")
+        if min(heads, self.heads_kv) < 1 or dim % heads or heads % self.heads_kv:
+            found = f"{dim}, {heads}, {heads_kv}"
+            raise ValueError(f"dim must be a multiple of heads, and heads of heads_kv, both positive, got {found}")
+        if rotary_base and dim // heads % 2:
+            raise ValueError(f"dim / heads must be even with a rotary_base, got {dim} / {heads}")
         self.head_dim, self.window, self.rotary_base = dim // heads, window, rotary_base
         self.qkv = torch.nn.Linear(dim, (heads + 2 * self.heads_kv) * self.head_dim, bias=False)
         self.out = torch.nn.Linear(dim, dim, bias=False)
@@ -94,7 +105,8 @@ class Attention(torch.nn.Module):
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for so many sequences and tokens, on the module's device and of its dtype."""
-        k, v = self.qkv.weight.new_zeros(2, batch, capacity, self.heads_kv, self.head_dim)
+        # not the halves of one tensor, which may not be written where autograd follows
+        k, v = (self.qkv.weight.new_zeros(batch, capacity, self.heads_kv, self.head_dim) for _ in range(2))
         return Cache(k, v, torch.zeros(batch, dtype=torch.int32, device=k.device))
 
 
@@ -115,8 +127,9 @@ class MaskBuffers(torch.nn.Module):
 def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     """x (batch, seqlen, heads, dim) turned by its positions (1 or batch, seqlen), first half against second."""
     half = x.shape[-1] // 2
-    rates = base ** (-torch.arange(half, device=x.device) / half)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    rates = base ** (-torch.arange(half, dtype=dtype, device=x.device) / half)
     angles = (positions[..., None] * rates)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
-    a, b = x.float().split(half, -1)
+    a, b = x.to(dtype).split(half, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

@@ -216,20 +216,25 @@ class _Attention(torch.autograd.Function):
         saved = [x.q, x.k, x.v, x.sinks, x.seed, out, lse, *[a for a in x.aux if isinstance(a, Tensor)]]
         if prepared.like is None:
             prepared.layouts, prepared.like = tuple(map(_layout, saved)), Like.of(call, tables)
-        ctx.save_for_backward(*saved)
+        # of a copy autograd does not know what it was made of, which a gradient must name as its sources
+        p = prepared.problem
+        sources = [*((q, k, v) if p.copies else ()), bias if p.bias_shape else None, sinks, *tables]
+        ctx.save_for_backward(*saved, *sources)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         prepared = ctx.prepared
-        q, k, v, sinks, seed, out, lse, *tensors = map(_laid_out, ctx.saved_tensors, prepared.layouts)
+        found, layouts = ctx.saved_tensors, prepared.layouts
+        sources = found[len(layouts) :]
+        q, k, v, sinks, seed, out, lse, *tensors = map(_laid_out, found, layouts)
         aux = prepared.template
         if tensors:
             left = iter(tensors)
             aux = tuple([next(left) if a is None else a for a in aux])
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         x = Operands(q, k, v, sinks, aux, seed=seed)
-        dq, dk, dv, dbias, dsinks, *dtables = once(lambda: _flat(prepared, x, saved), dout, q, k, v)
+        dq, dk, dv, dbias, dsinks, *dtables = once(lambda: _flat(prepared, x, saved), dout, dlse, q, k, v, *sources)
         like = prepared.like
         if dbias is not None:
             dbias = None if like.bias is None else dbias.to(like.bias[0]).view(like.bias[1])

@@ -88,6 +88,8 @@ def test_signatures():
         (sartor.flash_attn_qkvpacked_func, {"qkv": empty} | common),
         (sartor.flash_attn_kvpacked_func, dict.fromkeys(("q", "kv"), empty) | common),
         (sartor.flash_attn_varlen_func, qkv | lengths | common | {"block_table": None}),
+        (sartor.flash_attn_varlen_qkvpacked_func, dict.fromkeys(("qkv", "cu_seqlens", "max_seqlen"), empty) | common),
+        (sartor.flash_attn_varlen_kvpacked_func, dict.fromkeys(("q", "kv"), empty) | lengths | common),
         (
             sartor.scaled_dot_product_attention,
             dict.fromkeys(("query", "key", "value"), empty)
@@ -223,6 +225,24 @@ def test_bad_packed_sequences(change, words):
     given = dict(zip(names, (*packed_inputs(), *ENDS), strict=True)) | {"max_seqlen_q": 12, "max_seqlen_k": 18}
     with pytest.raises((TypeError, ValueError), match=words):
         sartor.flash_attn_varlen_func(**given | change)
+
+
+def test_packed_sequences_in_one_tensor():
+    qkv, (ends, _), options = normal(20, 3, 4, 8), ENDS, (0.0, 0.3, True, (5, 0), 2.0, torch.rand(4), True, True)
+    q, k, v = qkv.unbind(1)
+    want = sartor.flash_attn_varlen_func(q, k, v, ends, ends, 12, 12, *options)
+    for found in (
+        sartor.flash_attn_varlen_qkvpacked_func(qkv, ends, 12, *options),
+        sartor.flash_attn_varlen_kvpacked_func(q, qkv[:, 1:], ends, ends, 12, 12, *options),
+    ):
+        assert torch.equal(found[0], want[0])
+        assert torch.equal(found[1], want[1])
+    with pytest.raises(ValueError, match=r"qkv must have shape \(tokens, 3, heads, dim\), got \(20, 4, 8\)"):
+        sartor.flash_attn_varlen_qkvpacked_func(q, ends, 12)
+    with pytest.raises(ValueError, match=r"kv must have shape \(tokens, 2, heads, dim\), got \(20, 3, 4, 8\)"):
+        sartor.flash_attn_varlen_kvpacked_func(q, qkv, ends, ends, 12, 12)
+    with pytest.raises(ValueError, match="cu_seqlens must begin with 0"):
+        sartor.flash_attn_varlen_qkvpacked_func(qkv, ends + 1, 12)
 
 
 def test_packed_sequences_of_any_integers_and_strides():
@@ -385,6 +405,14 @@ def test_causal_biases_of_pytorch(make):
     q, k, v = normal(2, 3, 5, 8), normal(2, 3, 9, 8, seed=1), normal(2, 3, 9, 8, seed=2)
     found = sartor.scaled_dot_product_attention(q, k, v, make(5, 9))
     assert torch.allclose(found, F.scaled_dot_product_attention(q, k, v, make(5, 9)), atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("lengths", [(4, 9), (5, 8)], ids=str)
+def test_causal_biases_of_other_lengths(make, lengths):
+    q, k = normal(2, 3, 5, 8), normal(2, 3, 9, 8)
+    with pytest.raises(ValueError, match=rf"attn_mask must be .* \(5, 9\), got \({lengths[0]}, {lengths[1]}\)"):
+        sartor.scaled_dot_product_attention(q, k, k, make(*lengths))
 
 
 def test_compiles():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from inspect import signature
 
 import pytest
@@ -166,12 +168,81 @@ def test_other_tensors_of_a_shape_that_was_seen():
             sartor.attention(q, other, v)
 
 
+NESTED = """
+import torch, sartor
+q = torch.randn(2, 4, 2, 8)
+b = torch.randn(2, 1, 1, 4)
+for options in ({}, {"bias": b}, {"mask": b > 0}):
+    given = {"q": q, "k": q, "v": q} | options
+    sartor.attention(**given)
+    for name, t in given.items():
+        try:
+            sartor.attention(**given | {name: torch.nested.nested_tensor([*t])})
+        except TypeError as error:
+            assert str(error) == f"{name} must be a dense (strided) tensor, got a nested tensor", error
+        else:
+            raise AssertionError(name)
+"""
+
+
+def test_nested_tensors_beside_calls_that_were_seen():
+    """In a process of its own, which a guard that meets one would end."""
+    found = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
 def test_a_gradient_has_no_gradient(options):
     q, k, v = (t.requires_grad_() for t in given())
     (dq,) = torch.autograd.grad(sartor.attention(q, k, v, **options).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivative"):
         dq.sum().backward()
+
+
+def _by_table(x):
+    return {"score": mods.Score(lambda s, b, h, q, kv: s + x[q, kv])}
+
+
+@pytest.mark.parametrize("of", ["itself", "dv", "lse"])
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        (lambda x: {"bias": x}, (9, 11)),
+        (lambda x: {"bias": x}, (2, 1, 1, 11)),
+        (lambda x: {"bias": x.double()}, (9, 11)),  # which is read as float32
+        (lambda x: {"sinks": x}, (4,)),
+        (lambda x: {"sinks": x.half()}, (4,)),
+        (_by_table, (9, 11)),
+    ],
+    ids=["bias", "row", "float64", "sinks", "half", "table"],
+)
+def test_a_gradient_has_no_gradient_by_what_else_is_read(options, shape, of):
+    q, k, v = given()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    wrt = v.requires_grad_() if of == "dv" else x
+    out, lse = sartor.attention(q, k, v, return_lse=True, **options(x))
+    (found,) = torch.autograd.grad((lse if of == "lse" else out).sum(), wrt, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        torch.autograd.grad(found.square().sum() + x.square().sum(), x)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_gradient_has_no_gradient_by_what_is_copied(name):
+    tensors = dict(zip("qkv", given(), strict=True))
+    x = tensors[name].transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    out, _ = sartor.attention(**tensors | {name: x}, return_lse=True)
+    (found,) = torch.autograd.grad(out[..., 0].sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        torch.autograd.grad(found.square().sum() + x.square().sum(), x)
+
+
+def test_a_gradient_of_lse_has_no_gradient_by_what_it_is_multiplied_by():
+    q, k, v = given()
+    weight = torch.ones(2, 4, 9).requires_grad_()
+    _, lse = sartor.attention(q.requires_grad_(), k, v, return_lse=True)
+    (found,) = torch.autograd.grad((lse * weight).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        torch.autograd.grad(found.sum(), weight)
 
 
 NUMBERS = (2.0, 3)

@@ -40,7 +40,7 @@ MAY = {
     "compat": {"api", "checks", "mods", "lengths", "lengths_front"},
     "distributed": {"api", "cache", "checks", "compat", "kernels", "mods", "ops", "plan", "problem"},
     "integrations": {"api", "checks", "compat", "distributed", "mods", "ops", "problem"},
-    "nn": {"api", "mods"},
+    "nn": {"api", "checks", "lengths", "mods"},
 }
 
 
@@ -167,6 +167,20 @@ q = torch.randn(1, 5, 2, 8)
 print("attention" in vars(sartor), torch.equal(graph(q), sartor.attention(q, q, q, causal=True)))
 """)
     assert said == "False True\n"
+
+
+def test_fake_tensors_may_be_the_first_to_use_a_name():
+    """What modules keep are real ones: later calls read them."""
+    said = run("""
+import torch, sartor
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    q = torch.randn(1, 5, 2, 8)
+    sartor.attention(q, q, q, causal=True)
+q = torch.randn(1, 5, 2, 8)
+print(sartor.attention(q, q, q, mask=sartor.mods.causal(), alibi_slopes=torch.rand(2)).isfinite().all().item())
+""")
+    assert said == "True\n"
 
 
 def test_a_call_brings_no_compiler():

@@ -34,13 +34,19 @@ def normal(*shape):
 def test_imports(installed):
     from flash_attn import __version__, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
     from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
-    from flash_attn.flash_attn_interface import flash_attn_qkvpacked_func
+    from flash_attn.flash_attn_interface import (
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
     from flash_attn_interface import flash_attn_func as of_three
 
     assert flash_attn_func is sartor.flash_attn_func
     assert flash_attn_varlen_func is sartor.flash_attn_varlen_func
     assert flash_attn_with_kvcache is sartor.flash_attn_with_kvcache
     assert flash_attn_qkvpacked_func is sartor.flash_attn_qkvpacked_func
+    assert flash_attn_varlen_kvpacked_func is sartor.flash_attn_varlen_kvpacked_func
+    assert flash_attn_varlen_qkvpacked_func is sartor.flash_attn_varlen_qkvpacked_func
     assert of_three is three.flash_attn_func
     assert (index_first_axis, pad_input, unpad_input) == (ours.index_first_axis, ours.pad_input, ours.unpad_input)
     assert __version__.startswith("2.")

@@ -75,6 +75,42 @@ def test_cache(options):
     torch.testing.assert_close(found[1, 0], want[1, 3])
 
 
+def test_cache_in_autocast():
+    layer, x = made()
+    cache = layer.new_cache(2, 12)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = layer(x, cache=cache)
+    assert cache.k.dtype == torch.float32
+    torch.testing.assert_close(found.float(), layer(x), atol=0.05, rtol=0.05)
+
+
+def test_gradients_through_a_cache():
+    layer, x = made()
+    cache = layer.new_cache(2, 12)
+    layer(x[:, :4], cache=cache)
+    for a, b in zip(
+        torch.autograd.grad(layer(x[:, 4:], cache=cache).square().sum(), layer.parameters()),
+        torch.autograd.grad(layer(x)[:, 4:].square().sum(), layer.parameters()),
+        strict=True,
+    ):
+        torch.testing.assert_close(a / b.abs().max(), b / b.abs().max())
+
+
+@torch.no_grad()
+def test_a_full_cache():
+    layer, x = made()
+    cache = layer.new_cache(2, 12)
+    layer(x, cache=cache)
+    with pytest.raises(ValueError, match=r"cache.lengths must leave room for 9 more of 12 places, got 9"):
+        layer(x, cache=cache)
+
+
+def test_rotation_of_float64():
+    x, angles = torch.randn(1, 1, 1, 8, dtype=torch.float64), 997 * 1e4 ** -torch.arange(0, 1, 0.25).double()
+    turned = torch.polar(torch.ones_like(angles), angles) * torch.complex(*x.chunk(2, -1))
+    torch.testing.assert_close(rotate(x, torch.tensor([[997]]), 1e4), torch.cat((turned.real, turned.imag), -1))
+
+
 def test_packed():
     layer, x = made()
     ends, at = torch.tensor([0, 5, 9]), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
@@ -132,3 +168,9 @@ def test_bad_sizes():
         Attention(33, 4)
     with pytest.raises(ValueError, match="heads of heads_kv"):
         Attention(32, 4, 3)
+    for heads in ((0,), (-2,), (4, -2)):
+        with pytest.raises(ValueError, match="both positive"):
+            Attention(32, *heads)
+    with pytest.raises(ValueError, match="dim / heads must be even with a rotary_base, got 15 / 3"):
+        Attention(15, 3)
+    assert Attention(15, 3, rotary_base=0)(torch.randn(1, 4, 15)).shape == (1, 4, 15)

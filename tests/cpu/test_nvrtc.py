@@ -163,6 +163,17 @@ def test_the_least_recently_used_files_go(folder, monkeypatch):
     assert cache.contents().files == 1
 
 
+def test_a_full_disk_leaves_nothing(folder):
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        cache.write("k" * 64, b"x" * 50000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(folder.iterdir())
+
+
 def test_error_holds_the_log():
     with pytest.raises(nvrtc.CompileError, match=r"kernel\.cu for sm_90a .*(?s:.*)FACTORY"):
         compiled(source=SOURCE.replace("FACTOR", "FACTORY"))

@@ -280,6 +280,12 @@ def test_on_a_gpu_a_table_is_its_memory_and_one_launch(monkeypatch):
 # ---- values
 
 
+def test_a_flag_made_in_inference_mode_is_cleared_outside():
+    with torch.inference_mode():
+        flag = values.Flag(torch.device("cpu"), pinned=False)
+    assert flag.errors() == []
+
+
 def test_a_tensor_is_seen_once():
     """Its region of memory, however it is called; what comes later in the same memory is another."""
     t = torch.zeros(9, dtype=torch.int32)

@@ -59,6 +59,32 @@ def test_pages_that_an_item_has_not_got():
     )
 
 
+@pytest.mark.parametrize("lengths", [torch.tensor([0, 0, 0]), 0], ids=str)
+@pytest.mark.parametrize("rows", [[[3, 1], [0, -1], [-1, -1]], [[-1, -1], [0, 1], [-1, -1]], [[-1, -1]] * 3], ids=str)
+def test_items_without_pages_change_none(lengths, rows):
+    q, _, _, _, *added = inputs(new=2)
+    added = [t.requires_grad_() for t in added]
+    table = torch.tensor(rows)
+    paged = torch.zeros(4, SIZE, 2, 8), torch.zeros(4, SIZE, 2, 8)
+    sartor.flash_attn_with_kvcache(q, *paged, *added, cache_seqlens=lengths, block_table=table)
+    for cache, new in zip(paged, added, strict=True):
+        want = torch.zeros_like(cache)
+        for row, values in zip(rows, new.detach(), strict=True):
+            if row[0] >= 0:
+                want[row[0], :2] = values
+        assert torch.equal(cache, want)
+        found = torch.autograd.grad(cache.sum(), new)[0]  # of each value once
+        assert torch.equal(found, torch.tensor([row[0] >= 0 for row in rows])[:, None, None, None].expand(new.shape))
+
+
+def test_no_items():
+    q, _, _, table, *added = (t[:0] for t in inputs(new=2))
+    paged = torch.zeros(4, SIZE, 2, 8), torch.zeros(4, SIZE, 2, 8)
+    lengths = torch.zeros(0, dtype=torch.int32)
+    out = sartor.flash_attn_with_kvcache(q, *paged, *added, cache_seqlens=lengths, block_table=table)
+    assert out.shape == q.shape
+
+
 def test_a_graph():
     q, k, v, table, *added = inputs(new=2)
     torch.compiler.reset()

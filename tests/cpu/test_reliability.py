@@ -734,6 +734,21 @@ def test_J07():
         assert torch.equal(g, again)
 
 
+@pytest.mark.parametrize("lengths", [(3, 5), (40, 70)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"window": (2, 1)}, {"causal": True}, {"mask": mods.prefix(2)}], ids=["window", "causal", "prefix"]
+)
+def test_J07_first_in_inference_mode(options, lengths):
+    """What a plan keeps of it serves a call that autograd follows."""
+    q, k, v = inputs(sq=lengths[0], skv=lengths[1])
+    for family in able(q, k, v, **options):
+        with torch.inference_mode():
+            want = sartor.attention(q, k, v, kernel=family, **options)
+        found = sartor.attention(q.clone().requires_grad_(), k, v, kernel=family, **options)
+        found.sum().backward()
+        assert torch.equal(found, want)
+
+
 @pytest.mark.parametrize("changed", ["q", "k", "v", "out", "bias"])
 def test_J08(changed):
     q, k, v = inputs(requires_grad=True)

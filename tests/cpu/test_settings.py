@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,27 @@ def test_export(call):
     leaves = tuple(t.detach() for t in settings.inputs("cpu", torch.float32, 16))
     exported = torch.export.export(Model(), leaves)
     assert settings.same((exported.module()(*leaves),), (Model()(*leaves),))
+
+
+def test_export_to_another_process(tmp_path):
+    """Which imports what the package says, for the operators of plain calls, which are in strict graphs, and others."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sartor.attention(q, k, v, causal=True) + sartor.attention(q, k, v, return_lse=True)[0]
+
+    leaves = tuple(t.detach() for t in settings.inputs("cpu", torch.float32, 16))
+    torch.export.save(torch.export.export(Model(), leaves, strict=True), tmp_path / "graph.pt2")
+    torch.save((leaves, Model()(*leaves)), tmp_path / "data.pt")
+    (module,) = re.findall(r"imports `(.*)` for the operators", sartor.__doc__)
+    (tmp_path / "script.py").write_text(
+        f"import torch, {module}\n"
+        f"leaves, want = torch.load({str(tmp_path / 'data.pt')!r})\n"
+        f"graph = torch.export.load({str(tmp_path / 'graph.pt2')!r})\n"
+        "assert torch.allclose(graph.module()(*leaves), want, atol=1e-6)\n"
+    )
+    found = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.parametrize("call", CALLS)

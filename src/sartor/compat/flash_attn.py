@@ -21,6 +21,7 @@ Tensor = torch.Tensor
 Window = tuple[int | None, int | None]
 Result = Tensor | tuple[Tensor, Tensor, None]
 NAMES = {"window": "window_size", "return_lse": "return_attn_probs"}
+PACKED_NAMES = NAMES | {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
 CACHE_NAMES = {"window": "window_size", "return_lse": "return_softmax_lse"}
 
 _attend_to_cache = named({"k": "k_cache", "v": "v_cache"})(attention)
@@ -198,6 +199,76 @@ def flash_attn_varlen_func(
     return (result[0].squeeze(0), result[1].squeeze(0), None) if isinstance(result, tuple) else result.squeeze(0)
 
 
+@named(PACKED_NAMES)
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of packed sequences in one tensor, with flash-attn 2's signature. Nothing is copied.
+
+    Args:
+        qkv: (total, 3, heads, dim): queries, keys, values, of as many heads.
+        cu_seqlens: integers (sequences + 1,), where each sequence begins, from 0 on, and the last one's end.
+        max_seqlen: accepted; nothing depends on it.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as for
+            `flash_attn_varlen_func`.
+
+    Returns:
+        out (total, heads, dim); with return_attn_probs (out, lse, None), lse (heads, total).
+    """
+    _check_packed("qkv", qkv, 3, "tokens")
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+@named(NAMES)
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of packed sequences, keys and values in one tensor, with flash-attn 2's signature. Nothing is copied.
+
+    Args:
+        q: (total_q, heads_q, dim).
+        kv: (total_k, 2, heads_kv, dim): keys, values; heads_q is a multiple of heads_kv.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs: as for `flash_attn_varlen_func`.
+
+    Returns:
+        out (total_q, heads_q, dim); with return_attn_probs (out, lse, None), lse (heads_q, total_q).
+    """
+    _check_packed("kv", kv, 2, "tokens")
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
 @named(CACHE_NAMES)
 def flash_attn_with_kvcache(
     q: Tensor,
@@ -334,7 +405,8 @@ def _check_dims(dims: str, **tensors: Any) -> None:
             raise ValueError(f"{name} must have {dims.count(',') + 1} dims ({dims}), got {t.dim()}: {tuple(t.shape)}")
 
 
-def _check_packed(name: str, t: Any, parts: int) -> None:
+def _check_packed(name: str, t: Any, parts: int, lead: str = "batch, seqlen") -> None:
     dense(name, t)
-    if t.dim() != 5 or t.shape[2] != parts:
-        raise ValueError(f"{name} must have shape (batch, seqlen, {parts}, heads, dim), got {tuple(t.shape)}")
+    axis = lead.count(",") + 1
+    if t.dim() != axis + 3 or t.shape[axis] != parts:
+        raise ValueError(f"{name} must have shape ({lead}, {parts}, heads, dim), got {tuple(t.shape)}")

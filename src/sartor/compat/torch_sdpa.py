@@ -57,6 +57,9 @@ def scaled_dot_product_attention(
     causal: Causal = "top_left" if is_causal else False
     variant = getattr(attn_mask, "variant", None)
     if variant is not None:  # torch.nn.attention.bias.CausalBias, which holds no data, and is slow to import
+        made, given = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[-2], key.shape[-2])  # type: ignore[union-attr]
+        if made != given:
+            raise ValueError(f"attn_mask must be a causal bias of the lengths of query and key, {given}, got {made}")
         causal = "top_left" if variant.name == "UPPER_LEFT" else "bottom_right"
         attn_mask = None
     out = attention(

@@ -79,8 +79,11 @@ class Frame:
         found = self.cache.get(place)
         if isinstance(found, Tensor):
             return found
-        term = hidden(self.keep(i, j), self.dtype)
-        if term.numel() <= KEPT and not self.reads_data:
+        if self.reads_data:
+            return hidden(self.keep(i, j), self.dtype)
+        with torch.inference_mode(False):  # whose tensors autograd could not save in a later call
+            term = hidden(self.keep(i, j), self.dtype)
+        if term.numel() <= KEPT:
             self.cache[place] = term
         return term
 

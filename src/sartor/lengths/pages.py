@@ -45,24 +45,29 @@ def gather(name: str, pages: Tensor, table: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         _say(name)
     found = pages.index_select(0, table.flatten().clamp(0, most))
-    return found.view(table.shape[0], -1, *pages.shape[2:])
+    return found.view(table.shape[0], table.shape[1] * pages.shape[1], *pages.shape[2:])
 
 
 def write_back(pages: Tensor, table: Tensor, whole: Tensor, lengths: Tensor | int, added: int) -> None:
     """Copy the places from lengths[b] on, as many as were added, from the dense cache to their pages.
 
-    Places that an item has no page for are left out.
+    Places that an item has no page for are left out: without a wait for a GPU to tell which, they write once more what
+    the first place that has a page does.
     """
     items, device = table.shape[0], table.device
+    if not items * added:
+        return
     if not isinstance(lengths, Tensor):
         lengths = torch.full((items,), lengths, dtype=torch.int64, device=device)
     new = torch.arange(added, dtype=torch.int64, device=device)
     at = lengths.long().clamp(0, whole.shape[1] - added)[:, None] + new
     item = torch.arange(items, dtype=torch.int64, device=device)[:, None]
-    page, place = table.long()[item, at // pages.shape[1]], at % pages.shape[1]
-    there = (page >= 0)[..., None, None]
-    page = page.clamp(0, pages.shape[0] - 1)
-    pages[page, place] = torch.where(there, whole[item, at], pages[page, place])
+    page, place = table.long()[item, at // pages.shape[1]].flatten(), (at % pages.shape[1]).flatten()
+    values, there = whole[item, at].flatten(0, 1), page >= 0
+    first = there.long().argmax(0, keepdim=True)
+    page, place = (torch.where(there, x, x[first]) for x in (page.clamp(0, pages.shape[0] - 1), place))
+    again = torch.where(there[first, None, None], values[first], pages[page[first], place[first]])  # if none, as it was
+    pages[page, place] = torch.where(there[:, None, None], values, again.detach())  # whose gradient counts once
 
 
 @cache

@@ -87,7 +87,8 @@ class Flag:
     def __init__(self, device: torch.device, pinned: bool = True) -> None:
         self.device = device
         size = 1 + len(ARGUMENTS) * 5
-        self.words = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        with torch.inference_mode(False):  # whose tensors cannot be changed in place outside of it
+            self.words = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.address = self.words.data_ptr()
         self.first = ctypes.c_int64.from_address(self.address)  # which reads in a fraction of a tensor's time
 
