@@ -376,6 +376,62 @@ def test_a_mod_is_what_it_was_when_it_was_made():
     assert repr(mods.bias(torch.ones(3, 3))) == "Score(bias, torch.float32[1, 1, 3, 3])"
 
 
+class Scaled(torch.nn.Module):
+    """A score that reads a parameter at the position."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.score = mods.Score(lambda s, b, h, q, kv: s * self.p[h]).then(mods.softcap(5.0))
+
+    def forward(self, x):
+        return attention(x, x, x, score=self.score)
+
+    def replace(self):
+        self.p.data = self.p.data.clone()
+        return self
+
+
+REPLACED = {"dtype": lambda n: n.to(torch.bfloat16), "data": Scaled.replace, "copied": copy.deepcopy}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_captured_tensor_may_be_given_other_data(name):
+    """The mod reads what the tensor holds at the call, as optimizers change it, and its gradient goes there."""
+    x = torch.randn(1, 6, 2, 8)
+    net = Scaled()
+    before = net(x)
+    net = REPLACED[name](net)
+    assert torch.equal(net(x), before)
+    with torch.no_grad():
+        net.p.mul_(3.0)
+    out = net(x)
+    capped = mods.softcap(5.0)
+    assert torch.equal(out, attention(x, x, x, score=mods.Score(lambda s, b, h, q, kv: s * net.p[h]).then(capped)))
+    out.sum().backward()
+    assert net.p.grad is not None
+    assert net.p.grad.dtype == net.p.dtype
+
+
+def test_a_captured_tensor_varies_along_the_same_dims():
+    """Intervals that were read off the function, and its text, depend on that."""
+    ends = torch.nn.Parameter(torch.ones(1))
+    score = mods.Score(lambda s, b, h, q, kv: s + ends[kv])
+    ends.data = torch.ones(6)
+    x = torch.randn(1, 6, 2, 8)
+    with pytest.raises(ValueError, match=r"must have size 1 along the same dims .*, got shape \(6,\)"):
+        attention(x, x, x, score=score)
+
+
+def test_a_score_made_in_inference_mode_has_a_gradient():
+    p, x = torch.nn.Parameter(torch.ones(2)), torch.randn(1, 6, 2, 8)
+    with torch.inference_mode():
+        score = mods.Score(lambda s, b, h, q, kv: s * p[h] + torch.exp(p)[h])
+        attention(x, x, x, score=score)
+    attention(x, x, x, score=score).sum().backward()
+    assert p.grad is not None
+
+
 def test_intervals_are_of_integers():
     with pytest.raises(TypeError, match="rows must return integers, got"):
         mods.Mask(lambda b, h, q, kv, aux: kv < q, rows=lambda b, h, q, aux: (0, q / 2, 0, 0))

@@ -88,6 +88,21 @@ def test_by_inductor_with_gradients():
         assert counter.frame_count == graphs
 
 
+def test_a_parameter_that_a_mod_made_outside_reads():
+    """Graphs take it, and not a view that another dtype leaves behind."""
+    p = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    make = lambda: mods.Score(lambda s, b, h, q, kv: s * p[h])  # noqa: E731 - two uses
+    score, (q, k, v) = make(), qkv()
+    compiled = torch.compile(lambda q: sartor.attention(q, k, v, score=score), fullgraph=True, backend="aot_eager")
+    for dtype in (torch.float32, torch.bfloat16):
+        p.data = p.data.to(dtype)
+        with torch.no_grad():
+            p.mul_(2.0)
+        out, want = compiled(q), sartor.attention(q, k, v, score=make())
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), p) for t in (out, want)))
+
+
 def test_dynamic_lengths():
     def face(x, documents):
         return sartor.attention(x, x, x, mask=mods.causal() & mods.document(documents))

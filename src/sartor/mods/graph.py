@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sartor.mods.capture import Capture, at_positions
+from sartor.mods.capture import Capture
 from sartor.mods.constant import constant
 from sartor.mods.expr import IN_GRAPH, Expr
+from sartor.mods.placed import at_positions
 from sartor.mods.tracing import aux_value
 
 MADE: dict[str, Any] = {}  # by handle, over meta tensors: what graphs name stays as long as they may run
@@ -109,7 +110,7 @@ def _made(
         mod = cls.empty(name=name, sizes=sizes, **dict.fromkeys(spans, _made))
         mod.settle(capture, [read(x) for x in found])
     MADE[mod.handle] = mod.with_tensors([t.to("meta") for t in mod.tensors])
-    kept = (capture.order[i] for i, a in enumerate(mod.aux) if isinstance(a, torch.Tensor))
+    kept = (capture.order[i] for i, a in enumerate(mod.values) if isinstance(a, torch.Tensor))
     return mod.handle, tuple(kept)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from sartor.checks import is_integer, real
 from sartor.mods.expr import FLOATS, LEAVES, Expr, Traced, exp2, floor_divide, lift, log, sqrt, where
+from sartor.mods.placed import Placed
 from sartor.mods.torch_names import SAID
 
 COMPARISONS = frozenset(["<", "<=", ">", ">=", "==", "!="])
@@ -247,7 +248,7 @@ def text_of(value: AuxValue) -> str:
 
 def aux_value(i: int, value: Any) -> AuxValue:
     """One aux value, numbers of other libraries as Python's, functions of the lengths traced where that is possible."""
-    if type(value) in (bool, int, float) or isinstance(value, (torch.Tensor, Traced)):
+    if type(value) in (bool, int, float) or isinstance(value, (torch.Tensor, Traced, Placed)):
         return value  # type: ignore[no-any-return]
     if callable(value):
         names = "seqlen_q", "seqlen_kv"
