@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import dialects
 from sartor import attention, mods, ops
-from sartor.mods import core, expr, program
+from sartor.mods import core, expr, program, tracing
 from sartor.mods.core import BIG
 from sartor.mods.derivative import diff
 from sartor.mods.expr import Expr, evaluate, lift
@@ -320,6 +320,34 @@ def test_functions_of_the_lengths_are_told_apart():
         for mask in (one, two):
             keep = mask.materialize(1, 1, 6, 6)
             assert torch.allclose(attention(x, x, x, mask=mask), attention(x, x, x, mask=keep), atol=1e-6)
+
+
+class Limit:
+    """A function of the lengths that cannot be traced, nor be referenced weakly."""
+
+    __slots__ = ("limit",)
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def __call__(self, sq, skv):
+        return self.limit if sq > 3 else 1
+
+
+@pytest.mark.parametrize("make", [Limit, lambda c: lambda sq, skv: c if sq > 3 else 1], ids=["object", "function"])
+def test_functions_that_cannot_be_traced_are_told_apart(make, monkeypatch):
+    """Whatever address one is at: plans of another that was there before know its numbers."""
+    monkeypatch.setattr(core, "TEMPLATES", Recent(8))
+    monkeypatch.setattr(tracing, "_NUMBERS", Recent(8))
+    at, handles = set(), set()
+    for c in range(50):
+        one = mods.Mask(lambda b, h, q, kv, aux: kv < aux[0], (make(c),))
+        assert mods.Mask(lambda b, h, q, kv, aux: kv < aux[0], one.aux).handle == one.handle
+        at.add(id(one.aux[0]))
+        handles.add(one.handle)
+        del one
+    assert len(at) < 50
+    assert len(handles) == 50
 
 
 def test_numbers_of_other_libraries():
