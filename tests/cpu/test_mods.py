@@ -642,3 +642,17 @@ def test_a_mod_over_tensors_of_other_dims_is_traced_once(monkeypatch):
         assert back.materialize(2, 1, 7, 9).sum(-1).unique().tolist() == [limit]
     assert len(made) <= 2
     assert all(t.is_meta for m in template._varied.values() for t in m.tensors)
+
+
+def _same(mask):
+    return mask
+
+
+@pytest.mark.parametrize("copied", [_same, copy.deepcopy, lambda m: m & mods.causal(), lambda m: mods.causal() | m])
+def test_intervals_are_read_off_again_where_tensors_vary_along_other_dims(copied):
+    """Those of a copy too, and those that were combined."""
+    mask = copied(mods.Mask(lambda b, h, q, kv, aux: kv <= aux[0] + q, (torch.full((1, 1, 1, 1), 2),)))
+    mask = mask.with_tensors([torch.arange(600).flip(0).view(1, 1, 1, 600) - 500])
+    x = torch.randn(1, 600, 1, 8)
+    want = attention(x, x, x, mask=mask.materialize(1, 1, 600, 600))
+    torch.testing.assert_close(attention(x, x, x, mask=mask), want)

@@ -28,7 +28,7 @@ from sartor.mods import graph
 from sartor.mods.capture import Capture, Sizes
 from sartor.mods.expr import Expr, Traced, evaluate
 from sartor.mods.intervals import BIG as BIG
-from sartor.mods.intervals import hull, meet, spans
+from sartor.mods.intervals import hull, meet, reads, spans
 from sartor.mods.placed import POSITIONS, Placed
 from sartor.mods.recent import Recent
 from sartor.mods.torch_names import name_of
@@ -105,7 +105,9 @@ class Mod:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)  # type: ignore[arg-type]
+        derived = getattr(self, "derived", ())  # intervals that are read off the function again, and not given
+        names = [f.name for f in fields(self) if f.init]  # type: ignore[arg-type]
+        return type(self), tuple(None if name in derived else getattr(self, name) for name in names)
 
     def __repr__(self) -> str:
         shapes = [f"{t.dtype}{list(t.shape)}" for t in self.tensors]
@@ -289,8 +291,12 @@ class Mask(Mod):
         return texts
 
     def _remade(self) -> None:
-        fields = {name: None if name in self.derived else getattr(self, name) for name in ("rows", "cols")}
-        self.__dict__.update(Mask(self.keep, self.aux, name=self.name, sizes=self.sizes, **fields).__dict__)
+        given = {}
+        for name, other in (("rows", "kv"), ("cols", "q")):
+            span: Any = getattr(self, name)
+            lost = any(reads(e, other, self.values) for e in span.found)  # what `&` and `|` made of derived ones may be
+            given[name] = None if lost or name in self.derived else span
+        self.__dict__.update(Mask(self.keep, self.aux, name=self.name, sizes=self.sizes, **given).__dict__)
 
     def _checked(self, name: str, span: Any) -> tuple[Expr, ...]:
         if not isinstance(span, tuple) or len(span) != 4:
