@@ -532,6 +532,41 @@ def test_derivatives(name):
     assert (got - exact).abs().max() <= 8 * torch.finfo(torch.float32).eps * exact.abs().max()
 
 
+POSITIONAL = {  # added to a score, in float64
+    "factor": lambda q, kv: 0.1 * (q - kv),
+    "quotient": lambda q, kv: (q - kv) / 7,
+    "exponential": lambda q, kv: mods.exp(-(q + kv)),
+    "limit": lambda q, kv: mods.maximum(q - kv, 0.7),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_positions_become_floats_of_the_dtype_of_the_call(name, kernel):
+    added, at = POSITIONAL[name], torch.arange(6, dtype=torch.float64)
+    x = torch.randn(1, 6, 1, 8, dtype=torch.float64)
+    score = mods.Score(lambda s, b, h, q, kv: s + added(q, kv))
+    want = attention(x, x, x, bias=added(at[:, None], at), kernel=kernel)
+    assert (attention(x, x, x, score=score, kernel=kernel) - want).abs().max() < 1e-14
+
+
+def test_numbers_to_choose_from_are_of_the_dtype_of_the_call():
+    x = torch.randn(1, 6, 1, 8, dtype=torch.float64)
+    score = mods.Score(lambda s, b, h, q, kv: s + mods.where(q > kv, 0.1, 0.3))
+    want = attention(x, x, x, bias=0.3 - 0.2 * torch.ones(6, 6, dtype=torch.float64).tril(-1))
+    assert (attention(x, x, x, score=score) - want).abs().max() < 1e-14
+
+
+def test_the_derivative_by_positions_in_float64():
+    q, k, v = torch.randn(3, 4, 8, dtype=torch.float64)
+    q, at = q.requires_grad_(), torch.arange(4)
+    score = mods.Score(lambda s, b, h, q, kv: s / (1 + q + kv))
+    out = attention(*(t[None, :, None] for t in (q, k, v)), score=score, softmax_scale=1.0)[0, :, 0]
+    want = (q @ k.T / (1 + at[:, None] + at).double()).softmax(-1) @ v
+    found, exact = (torch.autograd.grad(t.square().sum(), q)[0] for t in (out, want))
+    assert (found - exact).abs().max() < 1e-13
+
+
 def test_unknown_derivative():
     with pytest.raises(NotImplementedError, match="//"):
         diff(Expr("//", (Expr("sym", ("s",)), lift(2))), "s")
