@@ -246,7 +246,7 @@ def test_tables_tell_intervals_both_ways(data, sq, skv):
 
 def test_bad_arguments_are_refused():
     keep = lambda b, h, q, kv, aux: kv <= q  # noqa: E731 - a mask
-    table = torch.zeros(4)
+    table, ends = torch.zeros(4), torch.tensor([0, 4])
     for call, word in (
         (lambda: mods.Mask(3), "mask"),
         (lambda: mods.Mask(keep, aux=[3]), "aux .*list"),
@@ -283,6 +283,12 @@ def test_bad_arguments_are_refused():
         (lambda: mods.prefix(torch.tensor([2.5])), r"length .*torch\.float32"),
         (lambda: mods.prefix(torch.ones(2, 2).int()), r"length .*\(2, 2\)"),
         (lambda: mods.causal() & torch.ones(3, 3), "&"),
+        (lambda: mods.softcap(3.0).then(3), "other must be a sartor.mods.Score, got int"),
+        (lambda: mods.packed(ends, ends, "a", 4), "seqlen_q must be an integer, got str: 'a'"),
+        (lambda: mods.packed(ends, ends, 4, None), "seqlen_kv must be an integer, got NoneType"),
+        (lambda: mods.packed_alibi(table, ends, ends, "x"), "seqlen_q must be an integer, got str: 'x'"),
+        (lambda: mods.cached(ends, 4, 2.5), "seqlen_kv must be an integer, got float: 2.5"),
+        (lambda: mods.cached_alibi(table, ends, 1.5), "seqlen_q must be an integer, got float: 1.5"),
         (lambda: from_tensor(torch.ones(3, 3)), "bool"),
     ):
         with pytest.raises((TypeError, ValueError), match=word):

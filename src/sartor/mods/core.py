@@ -444,6 +444,8 @@ class Score(Mod):
 
     def then(self, other: Score) -> Score:
         """This score first, the other one on its result."""
+        if not isinstance(other, Score):
+            raise TypeError(f"other must be a sartor.mods.Score, got {type(other).__name__}")
         if torch.compiler.is_dynamo_compiling():
             return graph.combine(">", self, other)  # type: ignore[no-any-return]
         n = len(self.aux)
