@@ -132,6 +132,22 @@ def test_flex_attention():
         assert_compiles(lambda q, k, v, m: flex.flex_attention(q, k, v, None, m), q, k, v, block_mask)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_flex_attention_of_other_lengths(dynamic):
+    """A captured tensor is read at positions where it has their sizes, and else as a table."""
+
+    def face(q, k, v, ids, table):
+        return flex.flex_attention(
+            q, k, v, lambda s, b, h, i, j: s + table[h, j], lambda b, h, i, j: (i >= j) & (ids[b, i] == ids[b, j])
+        )
+
+    compiled = torch.compile(face, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for n, more in ((5, 0), (9, 0), (12, 0), (12, 3)):
+        q, k, v = torch.randn(3, 2, 4, n, 16)
+        inputs = q, k, v, torch.randint(0, 2, (2, n + more)), torch.randn(4, n + more)
+        torch.testing.assert_close(compiled(*inputs), face(*inputs))
+
+
 def test_what_graphs_name_stays(monkeypatch):
     """However many other masks are made meanwhile."""
     q, k, v = qkv()

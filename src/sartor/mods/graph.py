@@ -31,10 +31,11 @@ def make(mod: Any) -> None:
     with capture:
         found = mod._traced(given)
     IN_GRAPH.pop()
-    sizes = None if mod.sizes is None else tuple(int(n) for n in mod.sizes)
+    sizes = mod.sizes or ()
     handle, order = _made(
         type(mod), tuple(write(x) for x in found), tuple(_described(a, sizes) for a in capture.aux), given,
-        tuple(name for name in ("rows", "cols") if getattr(mod, name, None) is not None), mod.name, sizes,
+        tuple(name for name in ("rows", "cols") if getattr(mod, name, None) is not None), mod.name,
+        tuple(_size(n, sizes) for n in sizes) or None,
     )  # fmt: skip
     tensors = []
     for i, indices in order:
@@ -82,11 +83,21 @@ def read(written: Written) -> Any:
 
 
 def _described(value: Any, sizes: Any) -> Any:
-    """A tensor as its dtype and shape, of which, without sizes to compare with, 2 stands for all that is not 0 or 1."""
+    """A tensor as its dtype and shape, of which no more is told than `_size` does."""
     if not isinstance(value, torch.Tensor):
         return index(value) if type(value) is int else value  # a graph has one number, which Dynamo then guards
-    shape = [(2 if n > 1 else int(n)) if sizes is None else int(n) for n in value.shape]
-    return value.dtype, tuple(shape)
+    return value.dtype, tuple(_size(n, sizes) for n in value.shape)
+
+
+def _size(n: Any, sizes: Any) -> int:
+    """0 and 1 as they are, others by which of the sizes they equal: a number also of one that Dynamo has a symbol for,
+    which it then guards."""
+    if n < 2:
+        return 1 if n == 1 else 0
+    for i, size in enumerate(sizes):
+        if n == size:
+            return 2 + i
+    return 2 + len(sizes)
 
 
 @constant
