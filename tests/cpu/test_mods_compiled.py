@@ -148,6 +148,18 @@ def test_flex_attention_of_other_lengths(dynamic):
         torch.testing.assert_close(compiled(*inputs), face(*inputs))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported(strict):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v, t):
+            mask = mods.Mask(lambda b, h, q, kv: kv * t[h] <= q * TABLE[h, q - kv + 20] + 9)
+            return sartor.attention(q, k, v, mask=mask, score=mods.Score(lambda s, b, h, q, kv: s * t[h]))
+
+    inputs = *qkv(), SLOPES
+    made = torch.export.export(Model(), inputs, strict=strict).module()
+    torch.testing.assert_close(made(*inputs), Model()(*inputs))
+
+
 def test_what_graphs_name_stays(monkeypatch):
     """However many other masks are made meanwhile."""
     q, k, v = qkv()

@@ -32,12 +32,13 @@ class Capture(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and _has_symbol(args[1]):
-            return self._table(args[0])[args[1]]
+            return self.table(args[0])[args[1]]
         if _has_symbol(args) or (kwargs and _has_symbol(tuple(kwargs.values()))):
             return on_symbols(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _table(self, t: torch.Tensor) -> Expr:
+    def table(self, t: torch.Tensor) -> Expr:
+        """A tensor that is indexed."""
         for i in range(self.given, len(self.aux)):
             if self.aux[i] is t:
                 return Expr("aux", (i,))
@@ -47,7 +48,7 @@ class Capture(TorchFunctionMode):
     def number(self, t: torch.Tensor) -> Expr:
         """A tensor without dims. One that lies on the host is the number that it holds."""
         if torch.compiler.is_compiling() or t.device.type != "cpu" or t.requires_grad or type(t) is not torch.Tensor:
-            return self._table(t)
+            return self.table(t)
         value = t.item()
         if isinstance(value, bool):
             return lift(value)

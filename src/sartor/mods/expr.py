@@ -90,7 +90,7 @@ class Expr:
 
 
 CAPTURE: ContextVar[Callable[[torch.Tensor], Expr] | None] = ContextVar("capture", default=None)  # of `tracing`
-IN_GRAPH: list[Callable[[torch.Tensor], Expr]] = []  # the same while Dynamo traces, which knows no context variables
+IN_GRAPH: list[Any] = []  # of `capture`, for the same while Dynamo traces, which knows no context variables
 
 
 def lift(value: object) -> Expr:
@@ -101,7 +101,7 @@ def lift(value: object) -> Expr:
         return Expr("const", (value,))
     if isinstance(value, numbers.Real):  # NumPy's
         return Expr("const", (int(value) if isinstance(value, numbers.Integral) else float(value),))
-    capture = (IN_GRAPH[-1] if IN_GRAPH else None) if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
+    capture = (IN_GRAPH[-1].number if IN_GRAPH else None) if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
     if isinstance(value, torch.Tensor) and capture:
         if value.dim():
             raise TypeError(

@@ -27,7 +27,7 @@ def make(mod: Any) -> None:
     """Give a mod that Dynamo is making its handle and its tensors."""
     given = len(mod.aux)
     capture = Capture(mod.aux)
-    IN_GRAPH.append(capture.number)
+    IN_GRAPH.append(capture)
     with capture:
         found = mod._traced(given)
     IN_GRAPH.pop()
