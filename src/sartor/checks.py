@@ -73,6 +73,13 @@ def at_least(name: str, value: Any, least: int) -> int:
     return operator.index(value)
 
 
+def integers(**values: Any) -> None:
+    """Each an integer, or one that a compiler has a symbol for."""
+    for name, value in values.items():
+        if not is_integer(value) and not isinstance(value, torch.SymInt):
+            raise TypeError(f"{name} must be an integer, got {type(value).__name__}: {value!r}")
+
+
 def sides(window: Any) -> tuple[int | None, int | None]:
     """(left, right) of a window, each an int >= 0, or None for unbounded, which -1 is too."""
     if type(window) is tuple and len(window) == 2:  # what most calls give

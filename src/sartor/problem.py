@@ -527,7 +527,7 @@ def _check_extras(call: Call, full: tuple[int, int, int, int]) -> None:
         raise TypeError(f"score must be a sartor.mods.Score, got {type(call.score).__name__}{wrap}")
     for name in ("mask", "score"):
         mod = getattr(call, name)
-        for i, t in enumerate(mod.aux) if isinstance(mod, Mod) else ():
+        for i, t in enumerate(mod.values) if isinstance(mod, Mod) else ():
             if isinstance(t, torch.Tensor):
                 _check_extra(name, t, q, None if i in mod.tables else full)
     if call.alibi_slopes is not None:

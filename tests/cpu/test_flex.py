@@ -103,7 +103,7 @@ def test_blocks_bound_rows_and_columns(name, size):
     places = torch.arange(LENGTH)
     for spans, of_pairs in ((mask.rows, keep), (mask.cols, keep.mT)):
         at = torch.arange(BATCH).view(-1, 1, 1, 1), torch.arange(HEADS).view(-1, 1, 1), places[:, None]
-        ends = [torch.as_tensor(e) for e in spans(*at, mask.aux)]
+        ends = [torch.as_tensor(e) for e in spans(*at, mask.values)]
         assert not (of_pairs & ~((places >= ends[0]) & (places < ends[1]))).any()
         assert not (~of_pairs & (places >= ends[2]) & (places < ends[3])).any()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import dialects
 from sartor import attention, mods, ops
-from sartor.mods import core, expr, program
+from sartor.mods import core, expr, program, tracing
 from sartor.mods.core import BIG
 from sartor.mods.derivative import diff
 from sartor.mods.expr import Expr, evaluate, lift
@@ -246,7 +246,7 @@ def test_tables_tell_intervals_both_ways(data, sq, skv):
 
 def test_bad_arguments_are_refused():
     keep = lambda b, h, q, kv, aux: kv <= q  # noqa: E731 - a mask
-    table = torch.zeros(4)
+    table, ends = torch.zeros(4), torch.tensor([0, 4])
     for call, word in (
         (lambda: mods.Mask(3), "mask"),
         (lambda: mods.Mask(keep, aux=[3]), "aux .*list"),
@@ -283,6 +283,12 @@ def test_bad_arguments_are_refused():
         (lambda: mods.prefix(torch.tensor([2.5])), r"length .*torch\.float32"),
         (lambda: mods.prefix(torch.ones(2, 2).int()), r"length .*\(2, 2\)"),
         (lambda: mods.causal() & torch.ones(3, 3), "&"),
+        (lambda: mods.softcap(3.0).then(3), "other must be a sartor.mods.Score, got int"),
+        (lambda: mods.packed(ends, ends, "a", 4), "seqlen_q must be an integer, got str: 'a'"),
+        (lambda: mods.packed(ends, ends, 4, None), "seqlen_kv must be an integer, got NoneType"),
+        (lambda: mods.packed_alibi(table, ends, ends, "x"), "seqlen_q must be an integer, got str: 'x'"),
+        (lambda: mods.cached(ends, 4, 2.5), "seqlen_kv must be an integer, got float: 2.5"),
+        (lambda: mods.cached_alibi(table, ends, 1.5), "seqlen_q must be an integer, got float: 1.5"),
         (lambda: from_tensor(torch.ones(3, 3)), "bool"),
     ):
         with pytest.raises((TypeError, ValueError), match=word):
@@ -320,6 +326,34 @@ def test_functions_of_the_lengths_are_told_apart():
         for mask in (one, two):
             keep = mask.materialize(1, 1, 6, 6)
             assert torch.allclose(attention(x, x, x, mask=mask), attention(x, x, x, mask=keep), atol=1e-6)
+
+
+class Limit:
+    """A function of the lengths that cannot be traced, nor be referenced weakly."""
+
+    __slots__ = ("limit",)
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def __call__(self, sq, skv):
+        return self.limit if sq > 3 else 1
+
+
+@pytest.mark.parametrize("make", [Limit, lambda c: lambda sq, skv: c if sq > 3 else 1], ids=["object", "function"])
+def test_functions_that_cannot_be_traced_are_told_apart(make, monkeypatch):
+    """Whatever address one is at: plans of another that was there before know its numbers."""
+    monkeypatch.setattr(core, "TEMPLATES", Recent(8))
+    monkeypatch.setattr(tracing, "_NUMBERS", Recent(8))
+    at, handles = set(), set()
+    for c in range(50):
+        one = mods.Mask(lambda b, h, q, kv, aux: kv < aux[0], (make(c),))
+        assert mods.Mask(lambda b, h, q, kv, aux: kv < aux[0], one.aux).handle == one.handle
+        at.add(id(one.aux[0]))
+        handles.add(one.handle)
+        del one
+    assert len(at) < 50
+    assert len(handles) == 50
 
 
 def test_numbers_of_other_libraries():
@@ -374,6 +408,62 @@ def test_a_mod_is_what_it_was_when_it_was_made():
             assert torch.equal(attention(x, x, x, mask=same), attention(x, x, x, mask=mod))
     assert repr(mask) == "Mask(mask)"
     assert repr(mods.bias(torch.ones(3, 3))) == "Score(bias, torch.float32[1, 1, 3, 3])"
+
+
+class Scaled(torch.nn.Module):
+    """A score that reads a parameter at the position."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.score = mods.Score(lambda s, b, h, q, kv: s * self.p[h]).then(mods.softcap(5.0))
+
+    def forward(self, x):
+        return attention(x, x, x, score=self.score)
+
+    def replace(self):
+        self.p.data = self.p.data.clone()
+        return self
+
+
+REPLACED = {"dtype": lambda n: n.to(torch.bfloat16), "data": Scaled.replace, "copied": copy.deepcopy}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_captured_tensor_may_be_given_other_data(name):
+    """The mod reads what the tensor holds at the call, as optimizers change it, and its gradient goes there."""
+    x = torch.randn(1, 6, 2, 8)
+    net = Scaled()
+    before = net(x)
+    net = REPLACED[name](net)
+    assert torch.equal(net(x), before)
+    with torch.no_grad():
+        net.p.mul_(3.0)
+    out = net(x)
+    capped = mods.softcap(5.0)
+    assert torch.equal(out, attention(x, x, x, score=mods.Score(lambda s, b, h, q, kv: s * net.p[h]).then(capped)))
+    out.sum().backward()
+    assert net.p.grad is not None
+    assert net.p.grad.dtype == net.p.dtype
+
+
+def test_a_captured_tensor_varies_along_the_same_dims():
+    """Intervals that were read off the function, and its text, depend on that."""
+    ends = torch.nn.Parameter(torch.ones(1))
+    score = mods.Score(lambda s, b, h, q, kv: s + ends[kv])
+    ends.data = torch.ones(6)
+    x = torch.randn(1, 6, 2, 8)
+    with pytest.raises(ValueError, match=r"must have size 1 along the same dims .*, got shape \(6,\)"):
+        attention(x, x, x, score=score)
+
+
+def test_a_score_made_in_inference_mode_has_a_gradient():
+    p, x = torch.nn.Parameter(torch.ones(2)), torch.randn(1, 6, 2, 8)
+    with torch.inference_mode():
+        score = mods.Score(lambda s, b, h, q, kv: s * p[h] + torch.exp(p)[h])
+        attention(x, x, x, score=score)
+    attention(x, x, x, score=score).sum().backward()
+    assert p.grad is not None
 
 
 def test_intervals_are_of_integers():
@@ -446,6 +536,41 @@ def test_derivatives(name):
     (exact,) = torch.autograd.grad(evaluate(program.score, at | {"s": s}, aux).sum(), s)
     got = torch.as_tensor(evaluate(program.dscore, at | {"s": s}, aux), dtype=torch.float64).expand(exact.shape)
     assert (got - exact).abs().max() <= 8 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
+POSITIONAL = {  # added to a score, in float64
+    "factor": lambda q, kv: 0.1 * (q - kv),
+    "quotient": lambda q, kv: (q - kv) / 7,
+    "exponential": lambda q, kv: mods.exp(-(q + kv)),
+    "limit": lambda q, kv: mods.maximum(q - kv, 0.7),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_positions_become_floats_of_the_dtype_of_the_call(name, kernel):
+    added, at = POSITIONAL[name], torch.arange(6, dtype=torch.float64)
+    x = torch.randn(1, 6, 1, 8, dtype=torch.float64)
+    score = mods.Score(lambda s, b, h, q, kv: s + added(q, kv))
+    want = attention(x, x, x, bias=added(at[:, None], at), kernel=kernel)
+    assert (attention(x, x, x, score=score, kernel=kernel) - want).abs().max() < 1e-14
+
+
+def test_numbers_to_choose_from_are_of_the_dtype_of_the_call():
+    x = torch.randn(1, 6, 1, 8, dtype=torch.float64)
+    score = mods.Score(lambda s, b, h, q, kv: s + mods.where(q > kv, 0.1, 0.3))
+    want = attention(x, x, x, bias=0.3 - 0.2 * torch.ones(6, 6, dtype=torch.float64).tril(-1))
+    assert (attention(x, x, x, score=score) - want).abs().max() < 1e-14
+
+
+def test_the_derivative_by_positions_in_float64():
+    q, k, v = torch.randn(3, 4, 8, dtype=torch.float64)
+    q, at = q.requires_grad_(), torch.arange(4)
+    score = mods.Score(lambda s, b, h, q, kv: s / (1 + q + kv))
+    out = attention(*(t[None, :, None] for t in (q, k, v)), score=score, softmax_scale=1.0)[0, :, 0]
+    want = (q @ k.T / (1 + at[:, None] + at).double()).softmax(-1) @ v
+    found, exact = (torch.autograd.grad(t.square().sum(), q)[0] for t in (out, want))
+    assert (found - exact).abs().max() < 1e-13
 
 
 def test_unknown_derivative():
@@ -558,3 +683,17 @@ def test_a_mod_over_tensors_of_other_dims_is_traced_once(monkeypatch):
         assert back.materialize(2, 1, 7, 9).sum(-1).unique().tolist() == [limit]
     assert len(made) <= 2
     assert all(t.is_meta for m in template._varied.values() for t in m.tensors)
+
+
+def _same(mask):
+    return mask
+
+
+@pytest.mark.parametrize("copied", [_same, copy.deepcopy, lambda m: m & mods.causal(), lambda m: mods.causal() | m])
+def test_intervals_are_read_off_again_where_tensors_vary_along_other_dims(copied):
+    """Those of a copy too, and those that were combined."""
+    mask = copied(mods.Mask(lambda b, h, q, kv, aux: kv <= aux[0] + q, (torch.full((1, 1, 1, 1), 2),)))
+    mask = mask.with_tensors([torch.arange(600).flip(0).view(1, 1, 1, 600) - 500])
+    x = torch.randn(1, 600, 1, 8)
+    want = attention(x, x, x, mask=mask.materialize(1, 1, 600, 600))
+    torch.testing.assert_close(attention(x, x, x, mask=mask), want)

@@ -88,6 +88,21 @@ def test_by_inductor_with_gradients():
         assert counter.frame_count == graphs
 
 
+def test_a_parameter_that_a_mod_made_outside_reads():
+    """Graphs take it, and not a view that another dtype leaves behind."""
+    p = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    make = lambda: mods.Score(lambda s, b, h, q, kv: s * p[h])  # noqa: E731 - two uses
+    score, (q, k, v) = make(), qkv()
+    compiled = torch.compile(lambda q: sartor.attention(q, k, v, score=score), fullgraph=True, backend="aot_eager")
+    for dtype in (torch.float32, torch.bfloat16):
+        p.data = p.data.to(dtype)
+        with torch.no_grad():
+            p.mul_(2.0)
+        out, want = compiled(q), sartor.attention(q, k, v, score=make())
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), p) for t in (out, want)))
+
+
 def test_dynamic_lengths():
     def face(x, documents):
         return sartor.attention(x, x, x, mask=mods.causal() & mods.document(documents))
@@ -115,6 +130,34 @@ def test_flex_attention():
     assert_compiles(lambda q, k, v: flex.flex_attention(q, k, v, None, made[0]), q, k, v, backend="inductor")
     for block_mask in made:
         assert_compiles(lambda q, k, v, m: flex.flex_attention(q, k, v, None, m), q, k, v, block_mask)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_flex_attention_of_other_lengths(dynamic):
+    """A captured tensor is read at positions where it has their sizes, and else as a table."""
+
+    def face(q, k, v, ids, table):
+        return flex.flex_attention(
+            q, k, v, lambda s, b, h, i, j: s + table[h, j], lambda b, h, i, j: (i >= j) & (ids[b, i] == ids[b, j])
+        )
+
+    compiled = torch.compile(face, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for n, more in ((5, 0), (9, 0), (12, 0), (12, 3)):
+        q, k, v = torch.randn(3, 2, 4, n, 16)
+        inputs = q, k, v, torch.randint(0, 2, (2, n + more)), torch.randn(4, n + more)
+        torch.testing.assert_close(compiled(*inputs), face(*inputs))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported(strict):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v, t):
+            mask = mods.Mask(lambda b, h, q, kv: kv * t[h] <= q * TABLE[h, q - kv + 20] + 9)
+            return sartor.attention(q, k, v, mask=mask, score=mods.Score(lambda s, b, h, q, kv: s * t[h]))
+
+    inputs = *qkv(), SLOPES
+    made = torch.export.export(Model(), inputs, strict=strict).module()
+    torch.testing.assert_close(made(*inputs), Model()(*inputs))
 
 
 def test_what_graphs_name_stays(monkeypatch):

@@ -296,6 +296,14 @@ def case_a_mask_means_what_it_says_in_python(name):
     assert all(torch.allclose(found[n], same[n], rtol=1e-4, atol=1e-5) for n in found)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def case_a_mask_that_is_the_same_everywhere(kept):
+    q, k, v = inputs(sq=8, skv=8)
+    mask = mods.Mask(lambda b, h, q, kv: kept)
+    found, want = (forward_and_gradients(q, k, v, mask=m) for m in (mask, mask.materialize(1, 1, 8, 8)))
+    assert all(torch.allclose(found[n], want[n], rtol=1e-4, atol=1e-5) for n in found)
+
+
 @fine_tiles
 @pytest.mark.parametrize("causal", [True, "top_left"])
 @pytest.mark.parametrize(("sq", "skv"), [(90, 40), (40, 90)])

@@ -140,7 +140,7 @@ class Local:
         score = self.call.score
         assert score is not None
         assert at.frame is not None
-        place = [i for i, a in enumerate(score.aux) if isinstance(a, Tensor)][number]
+        place = [i for i, a in enumerate(score.values) if isinstance(a, Tensor)][number]
         return table if place in score.tables else at.frame.cut(table)
 
     def add(self, merged: Merged, block: Runs, k: Tensor, v: Tensor, beside: Then = nothing) -> None:

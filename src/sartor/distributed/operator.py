@@ -150,7 +150,7 @@ def _check(place: Place, local: Local) -> None:
     if isinstance(call.mask, Tensor):
         _check_table("mask", call.mask, (b, hq, sq, skv))
     for name, mod in (("mask", call.mask), ("score", call.score)):
-        for i, read in enumerate(mod.aux if isinstance(mod, Mod) else ()):
+        for i, read in enumerate(mod.values if isinstance(mod, Mod) else ()):
             if isinstance(read, Tensor) and i not in mod.tables:  # type: ignore[union-attr]
                 _check_table(f"what {name} reads", read, (b, 0 if place.heads else hq, local.queries.seqlen, skv))
 

@@ -52,7 +52,7 @@ class Frame:
 
 def values(mod: Mod, seqlen_q: int, seqlen_kv: int) -> tuple[Any, ...]:
     """The aux values of a mod for sequences of these lengths: numbers, tensors of four dims, and tables as they are."""
-    return tuple(a if i in mod.tables else resolve(a, seqlen_q, seqlen_kv) for i, a in enumerate(mod.aux))
+    return tuple(a if i in mod.tables else resolve(a, seqlen_q, seqlen_kv) for i, a in enumerate(mod.values))
 
 
 def shifted(mod: AnyMod, frame: Frame) -> AnyMod:
@@ -71,7 +71,7 @@ _MOST_TEMPLATES = 1024
 
 def both(x: AnyMod, y: AnyMod) -> AnyMod:
     """Two masks of which both must allow a pair, or two scores one after the other. They are traced once."""
-    aux = (*x.aux, *y.aux)
+    aux = (*x.values, *y.values)
     key = (x.text, y.text, tuple(text_of(a) if isinstance(a, torch.Tensor) else type(a) for a in aux))
     if key not in _TEMPLATES:
         made: Any = x & y if isinstance(x, Mask) else x.then(y)  # type: ignore[operator, attr-defined]

@@ -128,7 +128,7 @@ def rows(mask: Mask, seqlen_q: int, seqlen_kv: int) -> tuple[torch.Tensor, ...]:
     placed = [a for i, a in enumerate(aux) if isinstance(a, torch.Tensor) and i not in mask.tables]
     batch, heads = (max((a.shape[dim] for a in placed), default=1) for dim in (0, 1))
     assert mask.rows is not None  # read off the predicate where it was not given
-    found = traced(mask.rows, ("b", "h", "q"), mask.aux)
+    found = traced(mask.rows, ("b", "h", "q"), mask.values)
     reads = set().union(*(e.leaves() for e in found))
     if {"b", "h"} & reads:  # of the call's own items and heads, whose numbers the ranks of a group share
         return _everything(seqlen_q, seqlen_kv)

@@ -14,10 +14,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sartor.mods.expr import CAPTURE, Expr, lift
+from sartor.mods.placed import POSITIONS, Placed
 from sartor.mods.torch_names import on_symbols
 from sartor.mods.tracing import AuxValue, is_real
 
-POSITIONS = "b", "h", "q", "kv"
 Sizes = tuple[int, int, int, int]  # of batch, heads_q, seqlen_q, seqlen_kv
 
 
@@ -32,12 +32,13 @@ class Capture(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and _has_symbol(args[1]):
-            return self._table(args[0])[args[1]]
+            return self.table(args[0])[args[1]]
         if _has_symbol(args) or (kwargs and _has_symbol(tuple(kwargs.values()))):
             return on_symbols(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _table(self, t: torch.Tensor) -> Expr:
+    def table(self, t: torch.Tensor) -> Expr:
+        """A tensor that is indexed."""
         for i in range(self.given, len(self.aux)):
             if self.aux[i] is t:
                 return Expr("aux", (i,))
@@ -47,7 +48,7 @@ class Capture(TorchFunctionMode):
     def number(self, t: torch.Tensor) -> Expr:
         """A tensor without dims. One that lies on the host is the number that it holds."""
         if torch.compiler.is_compiling() or t.device.type != "cpu" or t.requires_grad or type(t) is not torch.Tensor:
-            return self._table(t)
+            return self.table(t)
         value = t.item()
         if isinstance(value, bool):
             return lift(value)
@@ -56,10 +57,10 @@ class Capture(TorchFunctionMode):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """While functions are traced. Views of what wants a gradient have one, whenever they are made."""
+        """While functions are traced. What is computed there of what wants a gradient has one, wherever."""
         token = CAPTURE.set(self.number)
         try:
-            with self, torch.enable_grad():
+            with self, torch.inference_mode(False):
                 yield
         finally:
             CAPTURE.reset(token)
@@ -87,8 +88,7 @@ class Capture(TorchFunctionMode):
             if e.text() not in places:
                 named = tuple((i.op, i.args[0]) for i in indices)
                 places[e.text()], views[len(self.aux)] = len(self.aux), (table, named)
-                with torch.enable_grad():
-                    self.aux.append(at_positions(self.aux[table], named))  # type: ignore[arg-type]
+                self.aux.append(Placed(self.aux[table], named))  # type: ignore[arg-type]
             return Expr("aux", (places[e.text()],))
 
         found = [_each(x, lambda e: _rewritten(e, settled)) for x in found]
@@ -143,14 +143,6 @@ def _has_symbol(args: Any) -> bool:
     if isinstance(args, (tuple, list)):
         return any(map(_has_symbol, args))
     return isinstance(args, Expr)
-
-
-def at_positions(t: torch.Tensor, indices: tuple[tuple[str, Any], ...]) -> torch.Tensor:
-    """A view of four dims (b, h, q, kv), of size 1 where no index, ("sym", name) or ("const", number), names one."""
-    t = t[tuple(value if op == "const" else slice(None) for op, value in indices)]
-    names = [value for op, value in indices if op == "sym"]
-    t = t.permute([names.index(n) for n in POSITIONS if n in names])
-    return t[tuple(slice(None) if n in names else None for n in POSITIONS)]
 
 
 def _each(found: Any, change: Callable[[Expr], Expr]) -> Any:

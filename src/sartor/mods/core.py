@@ -25,10 +25,11 @@ from typing import Any, TypeVar
 import torch
 
 from sartor.mods import graph
-from sartor.mods.capture import POSITIONS, Capture, Sizes
+from sartor.mods.capture import Capture, Sizes
 from sartor.mods.expr import Expr, Traced, evaluate
 from sartor.mods.intervals import BIG as BIG
-from sartor.mods.intervals import hull, meet, spans
+from sartor.mods.intervals import hull, meet, reads, spans
+from sartor.mods.placed import POSITIONS, Placed
 from sartor.mods.recent import Recent
 from sartor.mods.torch_names import name_of
 from sartor.mods.tracing import (
@@ -50,7 +51,7 @@ AnyMod = TypeVar("AnyMod", bound="Mod")
 class Mod:
     """What masks and scores share. One that is made while torch.compile compiles has its handle and tensors alone."""
 
-    aux: tuple[AuxValue, ...]  # with captured tensors at the end
+    aux: tuple[AuxValue, ...]  # with captured tensors at the end, `Placed` among them: `values` has their views
     name: str
     sizes: Sizes | None
     tables: frozenset[int]  # the aux values that are indexed
@@ -81,15 +82,16 @@ class Mod:
         """Keep what its functions computed of symbols, over the values that were captured."""
         kind = type(self).__name__.lower()
         found, aux, tables = capture.settle(found, self.sizes)
-        for e in (e for x in found for e in (x if isinstance(x, tuple) else (x,))):
-            portable(e, aux)  # or it says what is not
         object.__setattr__(self, "aux", aux)
+        values = self.values
+        for e in (e for x in found for e in (x if isinstance(x, tuple) else (x,))):
+            portable(e, values)  # or it says what is not
         object.__setattr__(self, "tables", tables)
         object.__setattr__(self, "text", "; ".join([kind, *self._keep(found)]))
         self._register()
 
     def _register(self) -> None:
-        object.__setattr__(self, "handle", "; ".join([self.text, *map(text_of, self.aux)]))
+        object.__setattr__(self, "handle", "; ".join([self.text, *map(text_of, self.values)]))
         if self.handle not in TEMPLATES and not _UNNAMED.get():
             TEMPLATES.add(self.handle, self)
             TEMPLATES[self.handle] = self.with_tensors([t.detach().to("meta") for t in self.tensors])
@@ -103,16 +105,23 @@ class Mod:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)  # type: ignore[arg-type]
+        derived = getattr(self, "derived", ())  # intervals that are read off the function again, and not given
+        names = [f.name for f in fields(self) if f.init]  # type: ignore[arg-type]
+        return type(self), tuple(None if name in derived else getattr(self, name) for name in names)
 
     def __repr__(self) -> str:
         shapes = [f"{t.dtype}{list(t.shape)}" for t in self.tensors]
         return f"{type(self).__name__}({', '.join([self.name, *shapes])})"
 
     @property
+    def values(self) -> tuple[AuxValue, ...]:
+        """The aux values, with views of captured tensors as these are now."""
+        return tuple([a.view() if isinstance(a, Placed) else a for a in self.aux])
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """The aux tensors, in order."""
-        return [a for a in self.aux if isinstance(a, torch.Tensor)]
+        return [a for a in self.values if isinstance(a, torch.Tensor)]
 
     def to(self: AnyMod, device: torch.device | str) -> AnyMod:
         """The same mod with its aux tensors on a device; itself where they are there."""
@@ -122,7 +131,7 @@ class Mod:
     @property
     def read(self) -> list[torch.Tensor]:
         """The aux tensors as programs read them: dense tables, others of four dims."""
-        values = enumerate(self.aux)
+        values = enumerate(self.values)
         return [
             a.contiguous() if i in self.tables else four_dims(a) for i, a in values if isinstance(a, torch.Tensor)
         ]  # fmt: skip
@@ -148,7 +157,7 @@ class Mod:
         left = iter(tensors)
         same = object.__new__(type(self))
         same.__dict__.update(self.__dict__)
-        same.__dict__["aux"] = tuple([next(left) if isinstance(a, torch.Tensor) else a for a in self.aux])
+        same.__dict__["aux"] = tuple([next(left) if isinstance(a, (torch.Tensor, Placed)) else a for a in self.aux])
         return same
 
     @cached_property
@@ -263,7 +272,7 @@ class Mask(Mod):
 
     def _keep(self, found: list[Any]) -> list[str]:
         keep = found[0]
-        if not is_boolean(keep, self.aux):
+        if not is_boolean(keep, self.values):
             got = keep.text() if isinstance(keep, Expr) else f"{len(keep)} values"
             raise TypeError(
                 "mask must be a function that returns a bool, expected a comparison (`<`, `==`, ...), a bool tensor,"
@@ -273,7 +282,7 @@ class Mask(Mod):
         texts, given = [keep.text()], iter(found[1:])
         for name, names, other in (("rows", OF_ROW, "kv"), ("cols", OF_COLUMN, "q")):
             if getattr(self, name) is None:
-                span = spans(keep, other, self.aux)
+                span = spans(keep, other, self.values)
                 object.__setattr__(self, "derived", (*self.derived, name))
             else:
                 span = self._checked(name, next(given))
@@ -282,14 +291,18 @@ class Mask(Mod):
         return texts
 
     def _remade(self) -> None:
-        fields = {name: None if name in self.derived else getattr(self, name) for name in ("rows", "cols")}
-        self.__dict__.update(Mask(self.keep, self.aux, name=self.name, sizes=self.sizes, **fields).__dict__)
+        given = {}
+        for name, other in (("rows", "kv"), ("cols", "q")):
+            span: Any = getattr(self, name)
+            lost = any(reads(e, other, self.values) for e in span.found)  # what `&` and `|` made of derived ones may be
+            given[name] = None if lost or name in self.derived else span
+        self.__dict__.update(Mask(self.keep, self.aux, name=self.name, sizes=self.sizes, **given).__dict__)
 
     def _checked(self, name: str, span: Any) -> tuple[Expr, ...]:
         if not isinstance(span, tuple) or len(span) != 4:
             count = len(span) if isinstance(span, tuple) else 1
             raise TypeError(f"{name} must return (lo, hi, full_lo, full_hi), got {count} values")
-        real = [e.text() for e in span if is_real(e, self.aux)]
+        real = [e.text() for e in span if is_real(e, self.values)]
         if real:
             raise TypeError(f"{name} must return integers, got {real[0]}: divide by // instead of /")
         return span
@@ -298,7 +311,7 @@ class Mask(Mod):
         """Bool (batch, heads, seqlen_q, seqlen_kv): the whole mask, for tests, plots and the reference."""
         b, h, q, kv = index_tensors(batch, heads, seqlen_q, seqlen_kv, device)
         aux = tuple(
-            a if i in self.tables else resolve(a, seqlen_q, seqlen_kv) for i, a in enumerate(self.aux)
+            a if i in self.tables else resolve(a, seqlen_q, seqlen_kv) for i, a in enumerate(self.values)
         )  # fmt: skip
         found = traced(self.keep, POSITIONS, aux)
         keep = torch.as_tensor(evaluate(found, {"b": b, "h": h, "q": q, "kv": kv}, aux, torch.float32), device=device)
@@ -413,7 +426,7 @@ class Score(Mod):
 
     def _keep(self, found: list[Any]) -> list[str]:
         (changed,) = found
-        if not isinstance(changed, Expr) or not is_real(changed, self.aux):
+        if not isinstance(changed, Expr) or not is_real(changed, self.values):
             got = changed.text() if isinstance(changed, Expr) else f"{len(changed)} values"
             raise TypeError(f"score must be a function that returns a float, got {got}")
         object.__setattr__(self, "fn", Traced(OF_SCORE, changed))
@@ -431,6 +444,8 @@ class Score(Mod):
 
     def then(self, other: Score) -> Score:
         """This score first, the other one on its result."""
+        if not isinstance(other, Score):
+            raise TypeError(f"other must be a sartor.mods.Score, got {type(other).__name__}")
         if torch.compiler.is_dynamo_compiling():
             return graph.combine(">", self, other)  # type: ignore[no-any-return]
         n = len(self.aux)

@@ -90,7 +90,7 @@ class Expr:
 
 
 CAPTURE: ContextVar[Callable[[torch.Tensor], Expr] | None] = ContextVar("capture", default=None)  # of `tracing`
-IN_GRAPH: list[Callable[[torch.Tensor], Expr]] = []  # the same while Dynamo traces, which knows no context variables
+IN_GRAPH: list[Any] = []  # of `capture`, for the same while Dynamo traces, which knows no context variables
 
 
 def lift(value: object) -> Expr:
@@ -101,7 +101,7 @@ def lift(value: object) -> Expr:
         return Expr("const", (value,))
     if isinstance(value, numbers.Real):  # NumPy's
         return Expr("const", (int(value) if isinstance(value, numbers.Integral) else float(value),))
-    capture = (IN_GRAPH[-1] if IN_GRAPH else None) if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
+    capture = (IN_GRAPH[-1].number if IN_GRAPH else None) if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
     if isinstance(value, torch.Tensor) and capture:
         if value.dim():
             raise TypeError(
@@ -235,7 +235,8 @@ def evaluate(
     known: dict[int, Any] | None = None,
 ) -> Any:
     """The value of `e` on tensors or numbers: what the kernels written in torch use. Aux tensors are read as every
-    kernel does: integers so that they do not wrap around, as Python's, floats in `dtype`, by default their own.
+    kernel does: integers so that they do not wrap around, as Python's, floats in `dtype`, by default their own; what
+    becomes a float is of it too, by default float32.
     `known` keeps the values of nodes, by id: expressions that share them, as a score and its derivative do, compute
     them once."""
     if e.op == "const":
@@ -251,17 +252,22 @@ def evaluate(
         whole = isinstance(table, torch.Tensor)
         found = _read(table[places(table, indices)], dtype) if whole else table[tuple(indices)]
     else:
-        found = _FUNCTIONS[e.op](*_promoted(e.op, [evaluate(a, symbols, aux, dtype, known) for a in e.args]))
+        found = _FUNCTIONS[e.op](*_promoted(e.op, [evaluate(a, symbols, aux, dtype, known) for a in e.args], dtype))
     if known is not None:
         known[id(e)] = found
     return found
 
 
-def _promoted(op: str, args: list[Any]) -> list[Any]:
-    """Integers that become floats are float32: torch would take its default dtype, which users change."""
-    if op not in FLOATS and op != "/" and (op not in _INFIX_FUNCTIONS or float not in map(type, args)):
+def _promoted(op: str, args: list[Any], dtype: torch.dtype | None) -> list[Any]:
+    """Integers that become floats are of `dtype`, by default float32: torch would take its default dtype, which users
+    change. So are numbers beside tensors of integers in functions."""
+    dtype = dtype or torch.float32
+    if op in FLOATS or op == "/" or (op in _INFIX_FUNCTIONS and float in map(type, args)):
+        return [a.to(dtype) if isinstance(a, torch.Tensor) and not a.is_floating_point() else a for a in args]
+    if op in _INFIX_FUNCTIONS or dtype == torch.float32:  # which functions take numbers as themselves
         return args
-    return [a.float() if isinstance(a, torch.Tensor) and not a.is_floating_point() else a for a in args]
+    device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
+    return [torch.tensor(a, dtype=dtype, device=device) if device and type(a) is float else a for a in args]
 
 
 def _read(value: Any, dtype: torch.dtype | None) -> Any:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sartor.mods.capture import Capture, at_positions
+from sartor.mods.capture import Capture
 from sartor.mods.constant import constant
 from sartor.mods.expr import IN_GRAPH, Expr
+from sartor.mods.placed import at_positions
 from sartor.mods.tracing import aux_value
 
 MADE: dict[str, Any] = {}  # by handle, over meta tensors: what graphs name stays as long as they may run
@@ -26,14 +27,15 @@ def make(mod: Any) -> None:
     """Give a mod that Dynamo is making its handle and its tensors."""
     given = len(mod.aux)
     capture = Capture(mod.aux)
-    IN_GRAPH.append(capture.number)
+    IN_GRAPH.append(capture)
     with capture:
         found = mod._traced(given)
     IN_GRAPH.pop()
-    sizes = None if mod.sizes is None else tuple(int(n) for n in mod.sizes)
+    sizes = mod.sizes or ()
     handle, order = _made(
         type(mod), tuple(write(x) for x in found), tuple(_described(a, sizes) for a in capture.aux), given,
-        tuple(name for name in ("rows", "cols") if getattr(mod, name, None) is not None), mod.name, sizes,
+        tuple(name for name in ("rows", "cols") if getattr(mod, name, None) is not None), mod.name,
+        tuple(_size(n, sizes) for n in sizes) or None,
     )  # fmt: skip
     tensors = []
     for i, indices in order:
@@ -81,11 +83,21 @@ def read(written: Written) -> Any:
 
 
 def _described(value: Any, sizes: Any) -> Any:
-    """A tensor as its dtype and shape, of which, without sizes to compare with, 2 stands for all that is not 0 or 1."""
+    """A tensor as its dtype and shape, of which no more is told than `_size` does."""
     if not isinstance(value, torch.Tensor):
         return index(value) if type(value) is int else value  # a graph has one number, which Dynamo then guards
-    shape = [(2 if n > 1 else int(n)) if sizes is None else int(n) for n in value.shape]
-    return value.dtype, tuple(shape)
+    return value.dtype, tuple(_size(n, sizes) for n in value.shape)
+
+
+def _size(n: Any, sizes: Any) -> int:
+    """0 and 1 as they are, others by which of the sizes they equal: a number also of one that Dynamo has a symbol for,
+    which it then guards."""
+    if n < 2:
+        return 1 if n == 1 else 0
+    for i, size in enumerate(sizes):
+        if n == size:
+            return 2 + i
+    return 2 + len(sizes)
 
 
 @constant
@@ -109,7 +121,7 @@ def _made(
         mod = cls.empty(name=name, sizes=sizes, **dict.fromkeys(spans, _made))
         mod.settle(capture, [read(x) for x in found])
     MADE[mod.handle] = mod.with_tensors([t.to("meta") for t in mod.tensors])
-    kept = (capture.order[i] for i, a in enumerate(mod.aux) if isinstance(a, torch.Tensor))
+    kept = (capture.order[i] for i, a in enumerate(mod.values) if isinstance(a, torch.Tensor))
     return mod.handle, tuple(kept)
 
 

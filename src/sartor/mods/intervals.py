@@ -61,6 +61,11 @@ def _span(e: Expr, solver: _Solver) -> Span:
     return NOTHING_KNOWN
 
 
+def reads(e: Expr, name: str, aux: tuple[AuxValue, ...]) -> bool:
+    """Whether the value of `e` may depend on the variable."""
+    return _Solver(name, aux).reads(e)
+
+
 class _Solver:
     """Comparisons, solved for one variable."""
 

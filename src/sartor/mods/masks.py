@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from sartor.checks import dense, is_integer, needs_operator, sides
+from sartor.checks import dense, integers, is_integer, needs_operator, sides
 from sartor.lengths.intervals import NO_SIDE, Cache, Pair, cached_table, packed_intervals
 from sartor.mods.core import BIG, Mask, interval, over
 from sartor.mods.expr import minimum, where
@@ -181,6 +181,7 @@ def packed(
         TypeError, ValueError: other dtypes or shapes; values that are wrong, when `sartor.check` says that they are
             looked at, else they are clamped.
     """
+    integers(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
     return packed_as("cu_seqlens_kv", cu_seqlens_q, cu_seqlens_kv, (seqlen_q, seqlen_kv), ends_of(causal, window))
 
 
@@ -234,6 +235,7 @@ def cached(
             looked at, else they are clamped.
     """
     _check_integers("lengths", lengths, "(batch,)", (1,))
+    integers(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
     ends = ends_of(causal, window)
     return of_cache(cached_table(lengths, lengths, ends, Cache(lengths.shape[0], seqlen_q, seqlen_kv)), ends)
 

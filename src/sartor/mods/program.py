@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from sartor.mods.capture import POSITIONS
 from sartor.mods.core import OF_COLUMN, OF_ROW, OF_SCORE, Mask, Score
 from sartor.mods.derivative import diff
 from sartor.mods.expr import Expr, where
+from sartor.mods.placed import POSITIONS
 from sartor.mods.recent import Recent
 from sartor.mods.tracing import AuxValue, pattern, traced
 
@@ -52,7 +52,7 @@ class Program:
     @classmethod
     def of(cls, mask: Mask | None, score: Score | None) -> tuple[Program, tuple[AuxValue, ...]]:
         """The program, and the aux values it reads in order: the mask's first."""
-        values = (mask.aux if mask else ()) + (score.aux if score else ())
+        values = (mask.values if mask else ()) + (score.values if score else ())
         n = len(mask.aux) if mask else 0
         tables = {*(mask.tables if mask else ()), *(i + n for i in (score.tables if score else ()))}
         dtypes = [str(v.dtype) if isinstance(v, torch.Tensor) else "" for v in values]
@@ -65,9 +65,9 @@ class Program:
             return _PROGRAMS[key], values
         parts: dict[str, Any] = {}
         if mask:
-            parts["keep"] = traced(mask.keep, POSITIONS, mask.aux)
-            parts["rows"] = traced(mask.rows, OF_ROW, mask.aux)  # type: ignore[arg-type]
-            parts["cols"] = traced(mask.cols, OF_COLUMN, mask.aux)  # type: ignore[arg-type]
+            parts["keep"] = traced(mask.keep, POSITIONS, values[:n])
+            parts["rows"] = traced(mask.rows, OF_ROW, values[:n])  # type: ignore[arg-type]
+            parts["cols"] = traced(mask.cols, OF_COLUMN, values[:n])  # type: ignore[arg-type]
         if score:
             shifted = lambda *a: score.fn(*a[:-1], a[-1][n:])  # noqa: E731 - one use
             changed = traced(shifted, OF_SCORE, values)

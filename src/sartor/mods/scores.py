@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from sartor.checks import integers
 from sartor.lengths.intervals import packed_places
 from sartor.mods.core import BIG, Score, over
 from sartor.mods.expr import tanh
@@ -49,6 +50,7 @@ def cached_alibi(slopes: torch.Tensor, lengths: torch.Tensor, seqlen_q: int) -> 
         slopes: floats of shape (heads_q,) or (batch, heads_q).
         lengths, seqlen_q: as given to `mods.cached`.
     """
+    integers(seqlen_q=seqlen_q)
     return alibi_of_cache(slopes, lengths.long().clamp(0, BIG).int().view(-1, 1, 1, 1) - seqlen_q)
 
 
@@ -64,6 +66,7 @@ def packed_alibi(slopes: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_kv
         slopes: floats of shape (heads_q,) or (sequences, heads_q).
         cu_seqlens_q, cu_seqlens_kv, seqlen_q: as given to `mods.packed`.
     """
+    integers(seqlen_q=seqlen_q)
     number, place = packed_places(cu_seqlens_q, cu_seqlens_kv, seqlen_q).unbind()
     if len(slopes) == 0:
         slopes = slopes.new_zeros(slopes.shape[-1], seqlen_q, 1)

@@ -59,6 +59,11 @@ def _one_of_two(name: str, chosen: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _gathered(x: Any, index: Any) -> Any:
+    """Where a strict export traces, a tensor's index does not come to the mode of `capture`."""
+    return (expr.IN_GRAPH[-1].table(x) if expr.IN_GRAPH and isinstance(x, torch.Tensor) else x)[index]
+
+
 _OPERATORS = {op: _operator(op) for op in (*expr.INFIX, "pow")}
 _COMPARED = {
     "<": ("lt", "less"), "<=": ("le", "less_equal"), ">": ("gt", "greater"), ">=": ("ge", "greater_equal"),
@@ -85,7 +90,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
     "bool": partial(_cast, dtype=torch.bool), "to": _cast, "type": _cast, "clone": lift, "detach": lift,
     "new_ones": partial(_filled, value=1), "new_zeros": _filled, "new_full": _filled,
     "ones_like": lambda x, **rest: _filled(x, value=1, **rest), "zeros_like": lambda x, **rest: _filled(x, **rest),
-    "full_like": lambda x, value, **rest: _filled(x, value=value, **rest), "getitem": lambda x, index: x[index],
+    "full_like": lambda x, value, **rest: _filled(x, value=value, **rest), "getitem": _gathered,
 }  # fmt: skip
 KNOWN |= {name: _OPERATORS[op] for op, names in _COMPARED.items() for name in names}
 KNOWN |= {f"{kind}{name}": _OPERATORS[op] for op, name in _LOGICAL.items() for kind in ("", "logical_", "bitwise_")}

@@ -11,13 +11,17 @@ import math
 import operator
 import os
 import traceback
+import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
 
 from sartor.checks import is_integer, real
 from sartor.mods.expr import FLOATS, LEAVES, Expr, Traced, exp2, floor_divide, lift, log, sqrt, where
+from sartor.mods.placed import Placed
+from sartor.mods.recent import Recent
 from sartor.mods.torch_names import SAID
 
 COMPARISONS = frozenset(["<", "<=", ">", ">=", "==", "!="])
@@ -237,17 +241,34 @@ def is_boolean(e: Any, aux: tuple[AuxValue, ...]) -> bool:
 
 def text_of(value: AuxValue) -> str:
     """An aux value without data: of a tensor its dtype and the dims it varies along, of a function what it computes.
-    Of one that could not be traced its address: the mask is kept with it."""
+    Of one that could not be traced its number."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}[{', '.join('1' if n == 1 else 'n' for n in value.shape)}]"
     if isinstance(value, Traced):
         return value.found.text()  # type: ignore[union-attr]
-    return f"function {id(value)}" if callable(value) else repr(value)
+    return f"function {_number(value)}" if callable(value) else repr(value)
+
+
+def _number(fn: Callable[..., Any]) -> int:
+    """Of a function that is told from others by what it is alone. Its address would serve another one after it, of
+    which plans that are kept know nothing."""
+    known = _NUMBERS.get(id(fn))
+    if known is None or known[0]() is not fn:
+        try:
+            kept: Any = weakref.ref(fn)
+        except TypeError:  # it lives as long as its number is known
+            kept = lambda: fn  # noqa: E731 - in the place of a reference
+        known = kept, next(_COUNT)
+        _NUMBERS.add(id(fn), known)
+    return known[1]  # type: ignore[no-any-return]
+
+
+_NUMBERS, _COUNT = Recent(4096), count()  # by address: a reference, and the number
 
 
 def aux_value(i: int, value: Any) -> AuxValue:
     """One aux value, numbers of other libraries as Python's, functions of the lengths traced where that is possible."""
-    if type(value) in (bool, int, float) or isinstance(value, (torch.Tensor, Traced)):
+    if type(value) in (bool, int, float) or isinstance(value, (torch.Tensor, Traced, Placed)):
         return value  # type: ignore[no-any-return]
     if callable(value):
         names = "seqlen_q", "seqlen_kv"

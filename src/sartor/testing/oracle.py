@@ -76,7 +76,7 @@ def _cut(name: str, option: Any, batch: slice, heads: slice) -> Any:
 
 def _cut_aux(mod: Mask | Score, batch: slice, heads: slice) -> tuple[Any, ...]:
     """What it reads; tables, which are read by the whole problem's positions, as they are."""
-    return tuple(a if i in mod.tables else _cut("aux", a, batch, heads) for i, a in enumerate(mod.aux))
+    return tuple(a if i in mod.tables else _cut("aux", a, batch, heads) for i, a in enumerate(mod.values))
 
 
 def _along(full: Tensor, batch: slice, heads: slice) -> tuple[slice, slice]:

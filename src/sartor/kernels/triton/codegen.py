@@ -62,7 +62,8 @@ def source(program: Program) -> str:
         expr = getattr(program, name)
         if expr is not None:
             first = "" if name == "keep" else "s, "
-            blocks.append(_function(name, f"{first}b, h, q, kv", (expr,), program, ""))
+            same = name == "keep" and not expr.leaves()  # a tensor all the same, for Triton's interpreter
+            blocks.append(_function(name, f"{first}b, h, q, kv", (expr,), program, " & (kv == kv)" * same))
     for name, position in (("rows", "q"), ("cols", "kv")):
         exprs = getattr(program, name)
         if exprs is not None:
