@@ -24,7 +24,8 @@ def visible_tiles(
     `rows`, which is what a kernel computes. Raises TypeError or ValueError for what `attention` would not take."""
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(f"mask must be a sartor.mods.Mask, got {type(mask).__name__}")
-    call = Call(*(torch.empty(0, device="cpu"),) * 3, causal=causal, window=window)  # which reads them as a call does
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    call = Call(nothing, nothing, nothing, causal=causal, window=window)  # which reads them as a call does
     sides = sides_of(call.causal, call.window, seqlen_q, seqlen_kv)
     whole = None if sides is None else band(*sides)
     whole = mask if whole is None else whole if mask is None else both(whole, mask)
