@@ -219,8 +219,7 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: (total, 3, heads, dim): queries, keys, values, of as many heads.
         cu_seqlens: integers (sequences + 1,), where each sequence begins, from 0 on, and the last one's end.
         max_seqlen: accepted; nothing depends on it.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: as for
-            `flash_attn_varlen_func`.
+        Others: as for `flash_attn_varlen_func`.
 
     Returns:
         out (total, heads, dim); with return_attn_probs (out, lse, None), lse (heads, total).
@@ -255,8 +254,7 @@ def flash_attn_varlen_kvpacked_func(
     Args:
         q: (total_q, heads_q, dim).
         kv: (total_k, 2, heads_kv, dim): keys, values; heads_q is a multiple of heads_kv.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs: as for `flash_attn_varlen_func`.
+        Others: as for `flash_attn_varlen_func`.
 
     Returns:
         out (total_q, heads_q, dim); with return_attn_probs (out, lse, None), lse (heads_q, total_q).
