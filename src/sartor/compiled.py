@@ -15,7 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.utils.flop_counter import register_flop_formula
 
 from sartor import ops
-from sartor.checks import PLAIN, sides
+from sartor.checks import PLAIN, each_once, sides
 from sartor.kernels.once import once
 from sartor.kernels.spec import heads_outermost
 from sartor.node import Work, alone
@@ -64,17 +64,17 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, scale: Any, softcap: float, causal:
 
 def _found(q: Tensor, k: Tensor, v: Tensor, scale: Any, softcap: Any, causal: str, window: Any, kernel: str) -> Any:
     """How such a call is computed; None of one whose plan needs more than q, k and v as they are."""
+    tensors, twice = each_once((q, k, v))
     key = (
-        "plain", q.numel(), k.numel(), scale, softcap, causal, None if window is None else tuple(window), kernel,
+        "plain", twice, q.numel(), k.numel(), scale, softcap, causal, None if window is None else tuple(window), kernel,
         q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     seen: Any = ops.PREPARED.get(key, ())
     for same, work in seen:
-        if same(q, k, v):
+        if same(*tensors):
             return work
     prepared = ops.prepare(call_of(q, k, v, scale, softcap, causal, window, kernel))
     work = Work(prepared, "bshd") if alone(prepared) else None
-    tensors: tuple[Any, ...] = q, k, v
     same = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     ops.PREPARED.add(key, ((same, work), *seen[: ALIKE - 1]))
     return work

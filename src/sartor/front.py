@@ -14,7 +14,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from sartor import ops
-from sartor.checks import PLAIN, dispatch_modes, sides, watched
+from sartor.checks import PLAIN, dispatch_modes, each_once, sides, watched
 from sartor.kernels.native import Single
 from sartor.kernels.small import Small
 from sartor.node import Native
@@ -46,9 +46,12 @@ def attend(
                 extras += (x if x is None else _key(x),)
                 if x.__class__ in PLAIN:
                     tensors += (x,)
+        twice: tuple[int, ...] = ()
+        if q is k or q is v or k is v:
+            tensors, twice = each_once(tensors)
         key = (
             q.numel(), k.numel(), causal, None if window is None else sides(window), softmax_scale,
-            softmax_scale.__class__, softcap, layout, kernel, extras, q.is_nested or k.is_nested or v.is_nested,
+            softmax_scale.__class__, softcap, layout, kernel, extras, q.is_nested or k.is_nested or v.is_nested, twice,
         )  # fmt: skip
         seen: Any = ops.PREPARED.get(key, ())
     except (TypeError, AttributeError, RuntimeError, ValueError):  # said by name in the long way

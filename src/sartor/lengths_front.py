@@ -16,7 +16,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from sartor import direct, ops
-from sartor.checks import PLAIN, sides, watched
+from sartor.checks import PLAIN, each_once, sides, watched
 from sartor.kernels.cuda import host
 from sartor.kernels.spec import Operands, allocate_out
 from sartor.lengths import values
@@ -54,11 +54,10 @@ def find(
         return None
     if not causal.__class__ is repeats.__class__ is wants_lse.__class__ is bool or softcap.__class__ is not float:
         return None
-    ids = [*map(id, tensors)]
-    once = tensors if len({*ids}) == len(ids) else tuple([t for i, t in enumerate(tensors) if ids.index(ids[i]) == i])
-    try:  # guards want each tensor once
+    once, twice = each_once(tensors)
+    try:
         key = (
-            face, *map(ids.index, ids), q.numel(), tensors[1].numel(),
+            face, twice, len(tensors), q.numel(), tensors[1].numel(),
             tuple([-1 if t.is_nested else t.data_ptr() & 15 for t in tensors]),  # which in a guard ends the process
             causal, None if window is None else sides(window), softmax_scale, softmax_scale.__class__, softcap,
             repeats or torch.are_deterministic_algorithms_enabled(),

@@ -15,6 +15,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from sartor import direct, ops
+from sartor.checks import each_once
 from sartor.kernels.cuda.host import capturing, current
 from sartor.kernels.native import hooked
 from sartor.kernels.once import once
@@ -36,7 +37,8 @@ class Work:
         self.turns = self.turned and not prepared.any_layout  # in the forward too
         self.layouts: tuple[Any, ...] = ()  # of what the node saves: for all calls of the plan
         self.again: Again | None = None  # of the forward
-        self.gradients: tuple[Any, ...] = ()  # of backwards: guards, whether results repeat, `Again.run`
+        # of backwards: guards, whether results repeat and which tensors come twice, `Again.run`
+        self.gradients: tuple[Any, ...] = ()
         self.calls = Calls() if any(library.in_c for library in _SERVED) else None  # that C makes
         self.mends = False  # whether Triton's kernels are among what C launches
 
@@ -74,15 +76,16 @@ class Work:
 
     def backward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """dq, dk, dv. Given are dout, and q, k, v, out and lse, which the caller may have moved since."""
-        repeats = torch.are_deterministic_algorithms_enabled()
-        for same, repeated, again in self.gradients:
-            if repeated is repeats and same(*given):
+        tensors, twice = each_once(given)
+        kind = torch.are_deterministic_algorithms_enabled(), twice
+        for same, of, again in self.gradients:
+            if of == kind and same(*tensors):
                 found = again(*given)
                 if found is not None:
                     return found  # type: ignore[no-any-return]
-        return self._first_backward(repeats, *given)
+        return self._first_backward(kind, *given)
 
-    def _first_backward(self, repeats: bool, dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+    def _first_backward(self, kind: tuple[Any, ...], dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
         prepared: Any = self.prepared
         given, kept = (dout, *saved), [*map(ops._laid_out, saved, self.layouts)]
         q, k, v, out, lse = kept
@@ -94,8 +97,9 @@ class Work:
             plan = prepared.backward_plan()
             again = plan.kernel.again(plan, *data)
             if again is not None:
-                same = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-                self.gradients = (same, repeats, again.run), *self.gradients[: ALIKE - 1]
+                tensors = each_once(given)[0]
+                same = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+                self.gradients = (same, kind, again.run), *self.gradients[: ALIKE - 1]
                 if self.calls is not None and isinstance(again.launches, Replayed):
                     self.calls.add(BACKWARD, given, [*found, again.space], again.launches)
                     self.mends = self.mends or again.mends

@@ -310,6 +310,7 @@ def test_streams_do_not_share_counters(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
     kept, cpu = {}, torch.device("cpu")
     monkeypatch.setattr(host, "_WORKSPACES", kept)
+    monkeypatch.setattr(host, "_REPLACED", [])
     first = host.workspace(cpu, 8)
     assert host.workspace(cpu, 8) is first
     assert host.workspace(cpu) is first
@@ -323,6 +324,8 @@ def test_streams_do_not_share_counters(monkeypatch):
     assert larger.numel() == host.COUNTERS + 60
     assert not larger.any()
     assert host.workspace(cpu, 8) is host.workspace(cpu, 40) is larger
+    (replaced,) = host._REPLACED
+    assert replaced is first, "launches that are not done use it"
     assert host.workspace(cpu, 61).numel() == 2 * larger.numel()
 
 

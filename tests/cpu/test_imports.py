@@ -31,7 +31,7 @@ MAY = {
     "tuning": {"kernels", "device", "problem"},
     "plan": {"features", "kernels", "nvrtc", "tuning", "problem", "device", "errors", "replay"},
     "ops": {"plan", "kernels", "problem", "device", "mods"},
-    "node": {"direct", "kernels", "ops", "replay"},
+    "node": {"checks", "direct", "kernels", "ops", "replay"},
     "front": {"checks", "kernels", "node", "ops", "problem"},
     "lengths_front": {"checks", "direct", "kernels", "lengths", "mods", "ops", "problem"},
     "compiled": {"checks", "kernels", "node", "ops", "problem"},

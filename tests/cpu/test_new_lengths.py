@@ -14,6 +14,7 @@ import torch
 import sartor
 import stubbed
 from sartor import direct, driver, features, nvrtc, ops, plan, problem
+from sartor.device import ARCHITECTURES
 from sartor.direct import Direct
 from sartor.kernels import spec
 from sartor.kernels.cuda import expressions, host, params, row
@@ -159,22 +160,56 @@ def test_problems_are_those_of_calls_alone(dim, dtype):
         Problem.parse_kind(wrong, wrong.key())
 
 
-@needs
-@pytest.mark.parametrize(("options", "most"), [({}, 1230), ({"causal": True}, 1610)], ids=str)
-def test_what_the_host_does_of_a_length(options, most):
-    """Calls of functions, of Python and of C, of a forward and a backward with all that is kept for the next ones."""
+def counted(function):
+    """How many functions, of Python and of C, a call of it calls."""
     count = 0
 
     def seen(frame, event, arg):
         nonlocal count
         count += event in ("call", "c_call")
 
+    sys.setprofile(seen)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@needs
+@pytest.mark.parametrize(("options", "most"), [({}, 1230), ({"causal": True}, 1610)], ids=str)
+def test_what_the_host_does_of_a_length(options, most):
+    """Calls of functions, of Python and of C, of a forward and a backward with all that is kept for the next ones."""
     with launched(), torch.autograd.set_multithreading_enabled(False):
         for n in range(1012, 1000, -1):
-            count = 0
-            sys.setprofile(seen)
-            try:
-                both((n, n), (4, 4), 128, **options)
-            finally:
-                sys.setprofile(None)
+            count = counted(lambda: both((n, n), (4, 4), 128, **options))  # noqa: B023 - called here
     assert count <= most
+
+
+@needs
+def test_lengths_beyond_32_bits_are_refused():
+    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device="meta")
+    found = sartor.explain(q, *[q.expand(1, 2**31, 1, 64)] * 2, device=ARCHITECTURES[90])
+    assert found.plan is None
+    assert "hopper_forward: no, needs fewer than 2147483392 queries and keys, got 2147483648" in str(found)
+
+
+@needs
+@pytest.mark.parametrize("causal", [False, True])
+def test_tensors_that_come_twice_are_found_again(causal):
+    """As k and v that are one: guards want each tensor once."""
+
+    def step(q, k, v):
+        out = sartor.attention(q, k, v, causal=causal)
+        torch.autograd.grad(out, tuple({q, k, v}), torch.zeros_like(out))
+
+    def calls(*given):
+        for _ in range(3):
+            step(*given)
+        return counted(lambda: step(*given))
+
+    with launched(), torch.autograd.set_multithreading_enabled(False):
+        q, k, v = (torch.zeros(2, 200, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        alone = calls(q, k, v)
+        assert calls(q, k, k) <= alone + 20
+        assert calls(q, q, q) <= alone + 20

@@ -219,7 +219,8 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: (total, 3, heads, dim): queries, keys, values, of as many heads.
         cu_seqlens: integers (sequences + 1,), where each sequence begins, from 0 on, and the last one's end.
         max_seqlen: accepted; nothing depends on it.
-        Others: as for `flash_attn_varlen_func`.
+        dropout_p, softmax_scale, causal, window_size, softcap: as for `flash_attn_varlen_func`.
+        alibi_slopes, deterministic, return_attn_probs: the same.
 
     Returns:
         out (total, heads, dim); with return_attn_probs (out, lse, None), lse (heads, total).
@@ -254,7 +255,9 @@ def flash_attn_varlen_kvpacked_func(
     Args:
         q: (total_q, heads_q, dim).
         kv: (total_k, 2, heads_kv, dim): keys, values; heads_q is a multiple of heads_kv.
-        Others: as for `flash_attn_varlen_func`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as for `flash_attn_varlen_func`.
+        dropout_p, softmax_scale, causal, window_size, softcap: the same.
+        alibi_slopes, deterministic, return_attn_probs: the same.
 
     Returns:
         out (total_q, heads_q, dim); with return_attn_probs (out, lse, None), lse (heads_q, total_q).

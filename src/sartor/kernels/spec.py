@@ -114,7 +114,10 @@ class KernelSpec:
 
     def why_no_length(self, p: Problem, dev: Device) -> list[str]:
         """The same of what depends on more of lengths, where `why_not` says nothing."""
-        return []
+        most = max(p.seqlen_q, p.seqlen_kv)
+        return (
+            [f"needs fewer than {LONGEST} queries and keys, got {most}"] if most >= LONGEST and not dev.is_cpu else []
+        )
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Legal tiles, best guess first; empty for kernels that have none to choose."""
@@ -146,6 +149,7 @@ class KernelSpec:
         return ()
 
 
+LONGEST = 2**31 - 256  # on GPUs: kernels count queries and keys in 32 bits, and tiles from there on
 FEW = (1, 2, 3, 8, 16, 24)  # slices of 64 queries of a group, from which on a kernel's tiles may be others
 
 

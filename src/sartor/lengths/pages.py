@@ -28,6 +28,8 @@ def check_table(name: str, table: Any, batch: int, k_cache: Tensor, v_cache: Ten
         raise ValueError(f"{name} must be int32 or int64 of shape ({batch}, pages of an item), got {found}")
     if table.device != k_cache.device:
         raise ValueError(f"{name} must be on the device of k_cache, {k_cache.device}, got {table.device}")
+    if table.numel() and not k_cache.shape[0]:
+        raise ValueError(f"k_cache must have pages where {name} names some, got {tuple(k_cache.shape)}")
     if k_cache.shape[:2] != v_cache.shape[:2]:
         sizes = f"{tuple(k_cache.shape[:2])} and {tuple(v_cache.shape[:2])}"
         raise ValueError(f"v_cache must have the pages of k_cache, and as large ones, got {sizes}")

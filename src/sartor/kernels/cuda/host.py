@@ -22,6 +22,7 @@ FOLDER = Path(__file__).parent.parent
 SHELVES = tuple(f"cuda/{name}.cuh" for name in ("expressions", "near", "softmax", "split", "wgmma"))
 COUNTERS = 4  # two of the scheduler, two of who splits float32
 _WORKSPACES: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+_REPLACED: list[torch.Tensor] = []  # by larger ones: launches that are not done use them, and no allocator knows
 Made = TypeVar("Made")
 
 
@@ -138,6 +139,7 @@ def workspace(device: torch.device, marks: int = 0) -> torch.Tensor:
     key = device.index, stream
     found = _WORKSPACES.get(key)
     if found is None or found.numel() < size:
+        _REPLACED.extend([] if found is None else [found])  # sizes double: together they are smaller than the last
         found = _WORKSPACES[key] = kept(lambda: _zeros(1 << (size - 1).bit_length(), device))
     return found
 
