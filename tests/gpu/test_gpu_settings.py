@@ -12,6 +12,7 @@ import judged
 import sartor
 import settings
 from sartor import ops
+from sartor.kernels.cuda import host
 from sartor.mods.recent import Recent
 
 pytestmark = pytest.mark.gpu
@@ -92,6 +93,25 @@ def test_streams(call, plans):
                 found.append(settings.results(CALLS[call], leaves))
     torch.cuda.synchronize()
     assert all(settings.same(f, want) for f in found)
+
+
+@of_16_bits
+def test_memory_of_a_stream_that_grew_is_not_free_for_others(plans, monkeypatch):
+    """Launches that are queued still count in the smaller workspace."""
+    monkeypatch.setattr(host, "_WORKSPACES", {})
+    small, large = (
+        [torch.randn(1, n, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)] for n in (256, 4096)
+    )
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        want = sartor.attention(*small, causal=True)
+        torch.cuda._sleep(10**9)
+        found = sartor.attention(*small, causal=True)
+        sartor.attention(*large, causal=True)
+    others = [torch.full((2**i,), 10**6, dtype=torch.int32, device="cuda") for i in range(5, 12) for _ in range(16)]
+    torch.cuda.synchronize()
+    assert torch.equal(found, want)
+    assert all((t == 10**6).all() for t in others)
 
 
 @of_16_bits
