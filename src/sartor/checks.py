@@ -99,13 +99,6 @@ def sides(window: Any) -> tuple[int | None, int | None]:
     return tuple(None if side in (None, -1) else operator.index(side) for side in window)  # type: ignore[return-value]
 
 
-def each_once(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The tensors without those that came before, as PyTorch's guards want them, and which of them each is; nothing
-    where all are others."""
-    ids = [*map(id, tensors)]
-    return (tensors, ()) if len({*ids}) == len(ids) else (tuple(dict.fromkeys(tensors)), tuple(map(ids.index, ids)))
-
-
 def known_layout(layout: Any) -> None:
     """One of LAYOUTS."""
     if not isinstance(layout, str) or layout not in LAYOUTS:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 from torch.utils.flop_counter import register_flop_formula
 
 from sartor import ops
-from sartor.checks import PLAIN, each_once, sides
+from sartor.checks import PLAIN, sides
+from sartor.guards import each_once, guard
 from sartor.kernels.once import once
 from sartor.kernels.spec import heads_outermost
 from sartor.node import Work, alone
@@ -75,7 +75,7 @@ def _found(q: Tensor, k: Tensor, v: Tensor, scale: Any, softcap: Any, causal: st
             return work
     prepared = ops.prepare(call_of(q, k, v, scale, softcap, causal, window, kernel))
     work = Work(prepared, "bshd") if alone(prepared) else None
-    same = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    same = guard(tensors)
     ops.PREPARED.add(key, ((same, work), *seen[: ALIKE - 1]))
     return work
 

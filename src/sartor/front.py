@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 
 from sartor import ops
-from sartor.checks import PLAIN, dispatch_modes, each_once, sides, watched
+from sartor.checks import PLAIN, dispatch_modes, sides, watched
+from sartor.guards import each_once, guard
 from sartor.kernels.native import Single
 from sartor.kernels.small import Small
 from sartor.node import Native
@@ -84,9 +84,7 @@ def _learned(call: Call, tensors: tuple[Any, ...], key: Any, seen: tuple[Any, ..
     prepared = ops.prepare(call)
     plan = prepared.forward, prepared.template
     plain = Native.of(prepared, call.layout, call.q.device) if on_gpu else Single.of(*plan) or Small.of(*plan)
-    # says in a microsecond whether tensors are of these classes, shapes, strides, dtypes and devices, whether they
-    # require gradients, and whether a transform, a tracer or autocast is on, as is now
-    same = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    same = guard(tensors)
     ops.PREPARED.add(key, ((same, plain), *seen[: ALIKE - 1]))
     return plain
 

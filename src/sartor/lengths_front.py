@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 
 from sartor import direct, ops
-from sartor.checks import PLAIN, each_once, sides, watched
+from sartor.checks import PLAIN, sides, watched
+from sartor.guards import each_once, guard
 from sartor.kernels.cuda import host
 from sartor.kernels.spec import Operands, allocate_out
 from sartor.lengths import values
@@ -39,7 +39,7 @@ class New(NamedTuple):
 
     def keep(self, kept: Kept | None) -> None:
         """From now on; None: such calls go the way of all others."""
-        same = TensorGuards(*self.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        same = guard(self.tensors)
         KEPT.add(self.key, ((same, kept), *self.others[: ALIKE - 1]))
 
 

@@ -12,10 +12,9 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 
 from sartor import direct, ops
-from sartor.checks import each_once
+from sartor.guards import each_once, guard
 from sartor.kernels.cuda.host import capturing, current
 from sartor.kernels.native import hooked
 from sartor.kernels.once import once
@@ -97,8 +96,7 @@ class Work:
             plan = prepared.backward_plan()
             again = plan.kernel.again(plan, *data)
             if again is not None:
-                tensors = each_once(given)[0]
-                same = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+                same = guard(each_once(given)[0])
                 self.gradients = (same, kind, again.run), *self.gradients[: ALIKE - 1]
                 if self.calls is not None and isinstance(again.launches, Replayed):
                     self.calls.add(BACKWARD, given, [*found, again.space], again.launches)

@@ -3,14 +3,13 @@ a call of it costs, in counts that a busy machine does not change."""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.utils.flop_counter import FlopCounterMode
 
 import sartor
+from counted import calls_of
 from sartor import ops, testing
 from sartor.mods.recent import Recent
 
@@ -159,22 +158,6 @@ def test_guards():
     assert counts[1] <= counts[0] + 85
 
 
-def python_calls(function):
-    """How many functions of Python and of C a call of it calls."""
-    count = 0
-
-    def seen(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(seen)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 def test_calls_past_the_kernel(monkeypatch):
     """Of functions between a graph and a plan that is known."""
     q, k, v = (t.detach() for t in leaves())
@@ -185,5 +168,5 @@ def test_calls_past_the_kernel(monkeypatch):
         monkeypatch.setattr(type(work), "followed", lambda *_: (out, lse))
         monkeypatch.setattr(type(work), "backward", lambda *_: (q, k, v))
     forward, backward = OPERATORS.plain_forward.default, OPERATORS.plain_backward.default
-    assert python_calls(lambda: forward(q, k, v, *settings)) <= 30
-    assert python_calls(lambda: backward(out, q, k, v, out, lse, *settings)) <= 45
+    assert calls_of(lambda: forward(q, k, v, *settings)) <= 30
+    assert calls_of(lambda: backward(out, q, k, v, out, lse, *settings)) <= 45

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sartor
+from counted import calls_of
 from sartor import mods, nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
 from sartor.kernels import blocks
@@ -496,30 +496,14 @@ def test_a_list_of_key_tiles_is_walked(driver, monkeypatch):
     assert "entries" not in launched(mask=torch.ones(700, 700, dtype=torch.bool))
 
 
-def calls_of_python(function):
-    """How many functions, of Python and of C, a call of it calls."""
-    count = 0
-
-    def seen(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(seen)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 @pytest.mark.parametrize(("causal", "forward", "both"), [(False, 400, 700), (True, 460, 920)])
 def test_a_length_not_seen_before(driver, backward, causal, forward, both):
     """What the host does of one, in calls of functions: results that all lengths share are not made again."""
     counts = {}
     for n in range(1000, 996, -1):
         q, k, v = (torch.zeros(2, n, 4, 128, dtype=torch.bfloat16) for _ in range(3))
-        counts["forward"] = calls_of_python(lambda: sartor.attention(q, k, v, causal=causal))  # noqa: B023 - called here
-        counts["both"] = calls_of_python(lambda: gradients(q, k, v, causal=causal))  # noqa: B023 - called here
+        counts["forward"] = calls_of(lambda: sartor.attention(q, k, v, causal=causal))  # noqa: B023 - called here
+        counts["both"] = calls_of(lambda: gradients(q, k, v, causal=causal))  # noqa: B023 - called here
     assert counts["forward"] <= forward
     assert counts["both"] <= both
 

@@ -4,7 +4,6 @@ the host does of one."""
 from __future__ import annotations
 
 import random
-import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import torch
 
 import sartor
 import stubbed
+from counted import calls_of
 from sartor import direct, driver, features, nvrtc, ops, plan, problem
 from sartor.device import ARCHITECTURES
 from sartor.direct import Direct
@@ -160,29 +160,13 @@ def test_problems_are_those_of_calls_alone(dim, dtype):
         Problem.parse_kind(wrong, wrong.key())
 
 
-def counted(function):
-    """How many functions, of Python and of C, a call of it calls."""
-    count = 0
-
-    def seen(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(seen)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 @needs
 @pytest.mark.parametrize(("options", "most"), [({}, 1230), ({"causal": True}, 1610)], ids=str)
 def test_what_the_host_does_of_a_length(options, most):
     """Calls of functions, of Python and of C, of a forward and a backward with all that is kept for the next ones."""
     with launched(), torch.autograd.set_multithreading_enabled(False):
         for n in range(1012, 1000, -1):
-            count = counted(lambda: both((n, n), (4, 4), 128, **options))  # noqa: B023 - called here
+            count = calls_of(lambda: both((n, n), (4, 4), 128, **options))  # noqa: B023 - called here
     assert count <= most
 
 
@@ -206,7 +190,7 @@ def test_tensors_that_come_twice_are_found_again(causal):
     def calls(*given):
         for _ in range(3):
             step(*given)
-        return counted(lambda: step(*given))
+        return calls_of(lambda: step(*given))
 
     with launched(), torch.autograd.set_multithreading_enabled(False):
         q, k, v = (torch.zeros(2, 200, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))

@@ -153,7 +153,7 @@ def _jagged(
     if is_causal and query.shape[2] != key.shape[2]:
         raise NotImplementedError("nested tensors must have equal lengths when is_causal is True")
     if key.shape[2] != value.shape[2]:
-        raise NotImplementedError("nested key and value must have equal lengths, got others")
+        raise NotImplementedError("nested key and value must have equal lengths, got lengths that differ")
     if not gqa and query.shape[1] != key.shape[1]:
         raise NotImplementedError(
             f"enable_gqa must be True for heads that differ, got heads {query.shape[1]} and {key.shape[1]}"

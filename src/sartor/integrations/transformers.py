@@ -152,9 +152,9 @@ def layer_mask(
     place = Place(q_length, kv_length, q_offset, kv_offset, options.get("device"))
     padded = options.get("attention_mask")
     shape = (batch_size, 1, q_length, kv_length)
-    theirs = READ_BY_THE_MODEL.get(getattr(options.get("config"), "model_type", ""))
-    if theirs is not None:
-        return _pairs(shape, place, options, theirs)
+    function = READ_BY_THE_MODEL.get(getattr(options.get("config"), "model_type", ""))
+    if function is not None:
+        return _pairs(shape, place, options, function)
     pairs = partial(_pairs, shape, place, options)
     try:
         band = _band(options["mask_function"])
@@ -230,7 +230,7 @@ def _first_seen(attention_mask: Tensor) -> Tensor | None:
 def _pairs(
     shape: tuple[int, int, int, int], place: Place, options: dict[str, Any], function: str = "sdpa_mask"
 ) -> Tensor:  # fmt: skip
-    """The mask as one of transformers' functions makes it, by default that for SDPA: bool, of this shape."""
+    """The mask of this shape as a function of transformers makes it: a bool tensor for SDPA, by default, or a float."""
     from transformers import masking_utils as theirs
 
     known = {"mask_function", "attention_mask", "use_vmap", "device", "dtype"}

@@ -115,9 +115,9 @@ class KernelSpec:
     def why_no_length(self, p: Problem, dev: Device) -> list[str]:
         """The same of what depends on more of lengths, where `why_not` says nothing."""
         most = max(p.seqlen_q, p.seqlen_kv)
-        return (
-            [f"needs fewer than {LONGEST} queries and keys, got {most}"] if most >= LONGEST and not dev.is_cpu else []
-        )
+        if dev.is_cpu or most < LONGEST:
+            return []
+        return [f"needs fewer than {LONGEST} queries and keys, got {most}"]
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Legal tiles, best guess first; empty for kernels that have none to choose."""

@@ -139,7 +139,8 @@ def workspace(device: torch.device, marks: int = 0) -> torch.Tensor:
     key = device.index, stream
     found = _WORKSPACES.get(key)
     if found is None or found.numel() < size:
-        _REPLACED.extend([] if found is None else [found])  # sizes double: together they are smaller than the last
+        if found is not None:
+            _REPLACED.append(found)  # sizes double: together they are smaller than the last
         found = _WORKSPACES[key] = kept(lambda: _zeros(1 << (size - 1).bit_length(), device))
     return found
 
