@@ -17,9 +17,8 @@ from sartor import ops
 from sartor.checks import PLAIN, sides
 from sartor.guards import each_once, guard
 from sartor.kernels.once import once
-from sartor.kernels.spec import heads_outermost
 from sartor.node import Work, alone
-from sartor.problem import Call, Problem, wide
+from sartor.problem import Call, Problem, heads_outermost, wide
 
 Tensor = torch.Tensor
 ALIKE = 8  # plans kept of one key, which differ in shapes, strides or dtypes

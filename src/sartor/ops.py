@@ -17,11 +17,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sartor.device import Device
 from sartor.kernels.once import NO_SECOND, once
-from sartor.kernels.spec import Gradients, Operands, Plan, Saved, heads_outermost, unviewed
+from sartor.kernels.spec import Gradients, Operands, Plan, Saved, unviewed
 from sartor.mods.core import lookup, tensors_of
 from sartor.mods.recent import Recent
 from sartor.plan import advice, choose, choose_backward
-from sartor.problem import Call, Problem, Template, aux_values, changed, wide
+from sartor.problem import Call, Problem, Template, aux_values, changed, heads_outermost, wide
 
 Tensor = torch.Tensor
 

@@ -169,7 +169,7 @@ class Problem:
     precision: str = "ieee"
     kernel: str = "auto"
     copies: tuple[str, ...] = ()
-    out_like_q: bool = False  # out has the shape, dtype and memory of q
+    out_like_q: bool = False  # out is what `empty_like` makes of q
     rows_on_16_bytes: bool = True  # every row of q, k and v starts on a multiple of 16 bytes
     aux_on_16_bytes: bool = True  # and every row of keys of what masks and scores read
     shared_lse: bool = False  # of a backward: lse and out are of more keys than it is given, as in a ring
@@ -199,7 +199,7 @@ class Problem:
         sq, skv = q.shape[at], k.shape[at]
         if sq < 2 or skv < 2 or v.shape[at] != skv:
             return cls.parse(call)
-        kind = _lies(q, at), _lies(k, at), _lies(v, at), *key[LENGTHS_TO:]
+        kind = _lies(q, at), _lies(k, at), _lies(v, at), keeps_order(q), *key[LENGTHS_TO:]
         known = _PARSED.get(kind)
         if known is None:
             problem, _, values = cls._parse(call)
@@ -232,7 +232,7 @@ class Problem:
             tuple((of_score[i][0], tuple(_read(*of_score[i], program).shape)) for i in call.table_gradients or ()),
             call.bits_repeat, call.precision, call.kernel,
             tuple(name for name, t in dense.items() if is_copied(t)),
-            call.out_dtype in (None, call.q.dtype) and d == dv and without_gaps(call.q),
+            call.out_dtype in (None, call.q.dtype) and d == dv and keeps_order(call.q),
             all(rows_on_16_bytes(t) for t in dense.values()),
             all(rows_on_16_bytes(t) for t in placed if t.shape[3] == skv > 1),
             dropout_p=call.dropout_p,
@@ -327,6 +327,19 @@ def _lies(t: torch.Tensor, at: int) -> tuple[Any, ...]:
 def without_gaps(t: torch.Tensor) -> bool:
     """Whether t is contiguous as (b, s, h, d) or as (b, h, s, d): `empty_like` then makes a tensor with its strides."""
     return t.is_contiguous() or t.transpose(1, 2).is_contiguous()
+
+
+def heads_outermost(t: torch.Tensor) -> bool:
+    """Whether t (b, s, h, d) lies in memory as (b, h, s, d)."""
+    return t.shape[1] > 1 and t.shape[2] > 1 and t.stride(2) > t.stride(1)
+
+
+def keeps_order(t: torch.Tensor) -> bool:
+    """Whether `empty_like` makes of t (b, s, h, d) a tensor without gaps that has the same dim outermost, s or h."""
+    if without_gaps(t) or t.__class__ not in PLAIN:  # the strides of others may be no numbers
+        return without_gaps(t)
+    made = torch.empty_like(t, device="meta")
+    return without_gaps(made) and heads_outermost(made) == heads_outermost(t)
 
 
 def is_copied(t: torch.Tensor) -> bool:

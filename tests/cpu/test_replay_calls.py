@@ -74,10 +74,13 @@ def seen(monkeypatch):
         yield found
 
 
-def leaves(dtype=torch.bfloat16, layout="bshd", heads_kv=3, dim=64):
+def leaves(dtype=torch.bfloat16, layout="bshd", heads_kv=3, dim=64, parts=False):
+    """`parts`: of wider tensors, as of one product for q, k and v."""
     for n, heads in ((70, 6), (90, heads_kv), (90, heads_kv)):
-        t = torch.zeros((2, n, heads, dim), dtype=dtype)
-        yield (t if layout == "bshd" else t.transpose(1, 2).contiguous()).requires_grad_()
+        t = torch.zeros((2, n, 3, heads, dim), dtype=dtype)[:, :, 1]
+        if layout == "bhsd":
+            t = t.transpose(1, 2)
+        yield (t if parts else t.contiguous()).requires_grad_()
 
 
 def laid_out(t):
@@ -87,7 +90,17 @@ def laid_out(t):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0, "window": (7, 3)}], ids=str)
 @pytest.mark.parametrize(
     "like",
-    [{}, {"layout": "bhsd"}, {"dtype": torch.float16}, {"heads_kv": 6}, {"heads_kv": 1, "dim": 128}, {"dim": 192}],
+    [
+        {},
+        {"layout": "bhsd"},
+        {"dtype": torch.float16},
+        {"heads_kv": 6},
+        {"heads_kv": 1, "dim": 128},
+        {"dim": 192},
+        {"parts": True},
+        {"parts": True, "layout": "bhsd"},
+        {"parts": True, "heads_kv": 1, "dim": 128},
+    ],
     ids=str,
 )
 def test_the_same_bytes(seen, options, like):

@@ -86,11 +86,15 @@ def test_the_same_bits(call, dtype, by_python, monkeypatch):
 
 @pytest.mark.parametrize("call", ["full", "causal", "window"])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_later_calls_need_no_python(call, layout, by_python, monkeypatch):
-    """Once the first one of a plan was made: bits are as Python's, where results repeat."""
-    leaves = settings.inputs("cuda", torch.bfloat16)
+@pytest.mark.parametrize("parts", [False, True], ids=["", "parts"])
+def test_later_calls_need_no_python(call, layout, parts, by_python, monkeypatch):
+    """Once the first one of a plan was made: bits are as Python's, where results repeat. `parts`: of wider tensors."""
+    leaves = [t.detach() for t in settings.inputs("cuda", torch.bfloat16)]
     if layout == "bhsd":
-        leaves = tuple(t.detach().transpose(1, 2).contiguous().requires_grad_() for t in leaves)
+        leaves = [t.transpose(1, 2).contiguous() for t in leaves]
+    if parts:
+        leaves = [torch.stack([t, -t], 2)[:, :, 0] for t in leaves]
+    leaves = tuple(t.requires_grad_() for t in leaves)
 
     function = attend(CALLS[call] | {"layout": layout})
     want = by_python(settings.results, function, leaves)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sartor.device import Device
-from sartor.problem import Problem, without_gaps
+from sartor.problem import Problem, heads_outermost, without_gaps
 
 
 @dataclass(slots=True)
@@ -228,11 +228,6 @@ class Plan:
     def __str__(self) -> str:
         tile = f"[{self.shape}]" if self.tile else ""
         return f"{self.kernel.name}{tile} {self.source}".strip()
-
-
-def heads_outermost(q: torch.Tensor) -> bool:
-    """Whether q (b, sq, hq, d) lies in memory as (b, hq, sq, d)."""
-    return q.shape[1] > 1 and q.shape[2] > 1 and q.stride(2) > q.stride(1)
 
 
 def made_like(gradient: torch.Tensor, t: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ from sartor.kernels.hopper.schedule import Schedule
 from sartor.kernels.spec import Again, KernelSpec, Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
 from sartor.mods.recent import Recent
-from sartor.problem import Problem, changed, rows_on_16_bytes
+from sartor.problem import Problem, changed, rows_on_16_bytes, without_gaps
 from sartor.replay.lists import At, Made, Mapped, Record
 
 PARAMS = Params(
@@ -496,7 +496,7 @@ class Ready:
         p, pads, q, k, v = m.p, bool(m.p.dim % 8 or m.p.dim_v % 8), x.q, x.k, x.v
         if pads:
             q, k, v = _padded(q), _padded(k), _padded(v)
-        out = x.q if p.out_like_q else allocate_out(p, x.q, x.layout)  # of which strides are read
+        out = x.q if p.out_like_q and without_gaps(x.q) else allocate_out(p, x.q, x.layout)  # of which strides are read
         if x.layout == "bhsd":
             out, q, k, v = out.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         merge = Merge.of(binary, m, out) if m.split else None
