@@ -114,9 +114,10 @@ def attention(
     autocast = torch._C._is_any_autocast_enabled()
     if autocast:
         q, k, v = _autocast(q, k, v)
+    # `type`, as in `compiled`: the Dynamo of torch 2.11 knows no `__class__` of numbers
     if (
-        return_lse is False and sinks is None and softcap.__class__ is float and deterministic is False
-        and out_dtype is None and precision == "ieee" and dropout_p.__class__ is float and dropout_p == 0
+        return_lse is False and sinks is None and type(softcap) is float and deterministic is False
+        and out_dtype is None and precision == "ieee" and type(dropout_p) is float and dropout_p == 0
         and dropout_seed is None and not unknown and forward_ad._current_level < 0
         and not (autocast and getattr(q, "is_cpu", True))  # PyTorch's kernels, which autocast would change
     ):  # fmt: skip

@@ -38,15 +38,15 @@ def attend(
 ) -> Tensor | None:  # fmt: skip
     """out, in `layout`, where torch.compile compiles the call; None of one that is unusual, or wrong."""
     if (
-        q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN
+        type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN
         or not q.dim() == k.dim() == v.dim() == 4
-        or layout not in ("bshd", "bhsd") or kernel.__class__ is not str or causal.__class__ not in (bool, str)
-        or not (softmax_scale is None or softmax_scale.__class__ is float)
+        or layout not in ("bshd", "bhsd") or type(kernel) is not str or type(causal) not in (bool, str)
+        or not (softmax_scale is None or type(softmax_scale) is float)
     ):  # fmt: skip
         return None
     if window is not None:
         window = [-1 if side is None else side for side in sides(window)]
-    if causal.__class__ is bool:
+    if type(causal) is bool:
         causal = "bottom_right" if causal else ""
     if layout == "bshd":
         return torch.ops.sartor.plain(q, k, v, softmax_scale, softcap, causal, window, kernel)[0]  # type: ignore[no-any-return]

@@ -102,7 +102,7 @@ def lift(value: object) -> Expr:
     if isinstance(value, numbers.Real):  # NumPy's
         return Expr("const", (int(value) if isinstance(value, numbers.Integral) else float(value),))
     capture = (IN_GRAPH[-1].number if IN_GRAPH else None) if torch.compiler.is_dynamo_compiling() else CAPTURE.get()
-    if isinstance(value, torch.Tensor) and capture:
+    if isinstance(value, torch.Tensor) and capture is not None:
         if value.dim():
             raise TypeError(
                 "a mask or score function is one of numbers, got a tensor of shape"
