@@ -88,7 +88,8 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1], [3, 4, 5, 6, 7, 8, 0, 0, 
 
 def packed_function(inner):
     ids = theirs.find_packed_sequence_indices(POSITIONS)
-    return theirs.packed_sequence_compatibility_function(inner, POSITIONS, ids)
+    parts = theirs.packed_sequence_mask_function(ids), theirs.remap_positions_for_packed_sequence(inner, POSITIONS)
+    return theirs.and_masks(*parts)
 
 
 def dense(found, shape):
@@ -567,7 +568,9 @@ def test_continuous_batching(name, monkeypatch):
     want = [model.generate(torch.tensor([p]), generation_config=options)[0, len(p) :].tolist() for p in prompts]
     model.set_attn_implementation("sartor")
     calls = []
-    monkeypatch.setattr(ours, "_from_pages", lambda *args, real=ours._from_pages: calls.append(args) or real(*args))
+    monkeypatch.setattr(
+        ours, "attention", lambda *args, real=ours.attention, **kw: calls.append(args) or real(*args, **kw)
+    )
     pages = transformers.ContinuousBatchingConfig(page_size=4, num_blocks=32, max_batch_tokens=8)
     found = model.generate_batch(
         prompts, generation_config=options, continuous_batching_config=pages, progress_bar=False
@@ -577,10 +580,11 @@ def test_continuous_batching(name, monkeypatch):
     assert model.config._attn_implementation == "sartor"
 
 
-def test_block_tables_are_refused():
+@pytest.mark.parametrize("options", [{}, {"cache": object()}], ids=["pages copied", "pages given"])
+def test_block_tables_are_refused(options):
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(NotImplementedError, match="block_table must be None"):
-        ours.attention_forward(torch.nn.Module(), q, q, q, None, cache=object(), block_table=torch.zeros(1, 1))
+        ours.attention_forward(torch.nn.Module(), q, q, q, None, block_table=torch.zeros(1, 1), **options)
 
 
 @pytest.mark.parametrize("name", ours.SELECT_KEYS)

@@ -40,10 +40,23 @@ def register(name: str = NAME) -> None:
     from transformers import AttentionInterface  # type: ignore[import-not-found]
     from transformers.masking_utils import AttentionMaskInterface  # type: ignore[import-not-found]
 
+    _masking_utils()
     for own in (name, f"paged|{name}"):
         AttentionInterface.register(own, attention_forward)
         AttentionMaskInterface.register(own, layer_mask)
     _let_it_batch_continuously(name)
+
+
+def _masking_utils() -> Any:
+    """Theirs. From the list, where it was imported: Dynamo traces no import from their package in torch 2.11."""
+    if not _THEIRS:
+        from transformers import masking_utils
+
+        _THEIRS.append(masking_utils)
+    return _THEIRS[0]
+
+
+_THEIRS: list[Any] = []
 
 
 def _let_it_batch_continuously(name: str) -> None:
@@ -231,10 +244,8 @@ def _pairs(
     shape: tuple[int, int, int, int], place: Place, options: dict[str, Any], function: str = "sdpa_mask"
 ) -> Tensor:  # fmt: skip
     """The mask of this shape as a function of transformers makes it: a bool tensor for SDPA, by default, or a float."""
-    from transformers import masking_utils as theirs
-
     known = {"mask_function", "attention_mask", "use_vmap", "device", "dtype"}
-    found: Tensor = getattr(theirs, function)(
+    found: Tensor = getattr(_masking_utils(), function)(
         batch_size=shape[0], q_length=shape[2], kv_length=shape[3], q_offset=place.q_offset, kv_offset=place.kv_offset,
         allow_is_causal_skip=False, **{k: v for k, v in options.items() if k in known},
     )  # fmt: skip
@@ -247,8 +258,7 @@ class _Unknown(Exception):
 
 def _band(function: Callable[..., Any]) -> Band:
     """What a mask function of transformers says, read from the function and what it closes over."""
-    from transformers import masking_utils as theirs
-
+    theirs = _masking_utils()
     if function is theirs.causal_mask_function:
         return Band(right=0)
     if function is theirs.bidirectional_mask_function:
@@ -378,6 +388,8 @@ def attention_forward(
             raise NotImplementedError(
                 f"{name} must be None, got keys that the model chose for each query: use attn_implementation='sdpa'"
             )
+    if kwargs.get("block_table") is not None:
+        raise NotImplementedError("block_table must be None, got a tensor: set max_blocks_per_request to 0")
     if cache is not None:
         key, value, cu_seq_lens_k = _from_pages(module, key, value, cache, {"cu_seq_lens_k": cu_seq_lens_k, **kwargs})
     assert not isinstance(cu_seq_lens_k, dict)
@@ -421,8 +433,6 @@ def _from_pages(
     module: Any, key: Tensor, value: Tensor, cache: Any, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The keys and values of all sequences of a batch, (1, heads, total, dim), and where each begins."""
-    if options.get("block_table") is not None:
-        raise NotImplementedError("block_table must be None, got a tensor: set max_blocks_per_request to 0")
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
     return key, value, options["cu_seq_lens_k"]
 
