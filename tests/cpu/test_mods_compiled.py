@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import sartor
 from sartor import mods
 from sartor.integrations import flex
-from sartor.mods import core
+from sartor.mods import core, graph
 
 BATCH, HEADS, LENGTH = 2, 4, 16
 DOCUMENTS = torch.tensor([[0] * 6 + [1] * 10, [0] * 12 + [2] * 4])
@@ -192,6 +192,21 @@ def test_mods_that_leave_their_graph():
         ):
             with pytest.raises(RuntimeError, match=r"inside what torch\.compile compiles must be used there"):
                 use()
+
+
+def test_a_dynamo_that_cannot_trace_one(monkeypatch):
+    """As that of torch 2.9: it is made outside of the graph, or refused where there is to be one graph."""
+    monkeypatch.setattr(graph, "OPAQUE", True)
+    q, k, v = qkv()
+    for make in (
+        lambda: {"mask": mods.causal() & mods.window(3, 0)},
+        lambda: {"score": mods.Score(lambda s, *_: s * 2)},
+    ):
+        call = lambda q: sartor.attention(q, k, v, **make())  # noqa: B023, E731 - called here
+        torch.testing.assert_close(torch.compile(call, backend="eager")(q), call(q))
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"needs torch 2\.10, got .*: make it before"):
+            torch.compile(call, fullgraph=True, backend="eager")(q)
 
 
 def test_refusals_say_what_to_write():

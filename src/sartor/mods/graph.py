@@ -19,12 +19,19 @@ from sartor.mods.expr import IN_GRAPH, Expr
 from sartor.mods.placed import at_positions
 from sartor.mods.tracing import aux_value
 
+OPAQUE = torch.__version__ < "2.10"  # to Dynamo, functions that are made where it traces: what they take, it cannot say
 MADE: dict[str, Any] = {}  # by handle, over meta tensors: what graphs name stays as long as they may run
 Written = tuple[Any, ...]
 
 
 def make(mod: Any) -> None:
-    """Give a mod that Dynamo is making its handle and its tensors."""
+    """Give a mod that Dynamo is making its handle and its tensors. Raises NotImplementedError where it traces none:
+    that breaks the graph, or ends its compilation where there is to be one."""
+    if OPAQUE:
+        raise NotImplementedError(
+            "a mask or score made inside what torch.compile(fullgraph=True) compiles needs torch 2.10,"
+            f" got {torch.__version__}: make it before, and close over it or pass it in"
+        )
     given = len(mod.aux)
     capture = Capture(mod.aux)
     IN_GRAPH.append(capture)
