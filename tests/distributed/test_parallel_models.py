@@ -93,13 +93,13 @@ def spread(groups, tensor, fully, remade, method):
         (own.square().sum() / x.numel()).backward()
     for name, p in model.named_parameters():
         found = p.grad
-        if fully:  # which takes the mean over ranks, where the sum is wanted
-            found = found * parts
-        else:
+        if not fully:
             dist.all_reduce(
                 found.to_local() if isinstance(found, DTensor) else found, group=mesh["sequence"].get_group()
             )
         found = found.full_tensor() if isinstance(found, DTensor) else found
+        if fully:  # which takes the mean over ranks, where the sum is wanted
+            found = found * parts
         torch.testing.assert_close(found, wanted[name], **CLOSE)
 
 
