@@ -11,7 +11,7 @@ import sartor.distributed as context
 from sartor import mods
 from sartor.distributed import Sharding
 from sartor.distributed.balance import TILE, visible_tiles
-from sartor.distributed.sharding import KINDS
+from sartor.distributed.sharding import KINDS, apart, joined_places, together
 from sartor.distributed.shift import Frame, shifted, shifted_band
 from sartor.distributed.sight import ALIGNED, sight
 
@@ -48,6 +48,11 @@ def test_joined(kind, seqlen, ranks, pad, multiple, group):
     for rank in range(ranks):
         members = torch.cat([s.tokens(rank * group + i) for i in range(group)])
         assert torch.equal(members.sort().values, joined.tokens(rank).sort().values)
+        places = joined_places(s.text, group, rank)
+        whole = together([s.tokens(rank * group + i)[None] for i in range(group)], places)
+        assert torch.equal(whole[0], joined.tokens(rank))
+        for i, part in enumerate(apart(whole, places)):
+            assert torch.equal(part[0], s.tokens(rank * group + i))
     if ranks == 1 and seqlen:
         assert joined.runs == ((joined.runs[0][0],),)
         assert (joined.runs[0][0].first, joined.runs[0][0].step) == (0, 1)
@@ -58,6 +63,13 @@ def test_labels_and_gradients():
     x = torch.randn(1, 10, 2, requires_grad=True)
     context.shard(x, s, 1).sum().backward()
     assert torch.equal(x.grad[0, :, 0].nonzero()[:, 0], s.tokens(1))
+    for kind in KINDS:
+        s = Sharding.make(kind, 10, 2)
+        shards = [torch.randn(1, size, 2, requires_grad=True) for size in s.sizes]
+        context.unshard(shards, s)[:, 3].sum().backward()
+        found = torch.cat([s.tokens(rank)[t.grad[0, : s.count(rank), 0] != 0] for rank, t in enumerate(shards)])
+        assert found.tolist() == [3]
+    s = Sharding.make("zigzag", 10, 2)
     labels = context.shard(torch.arange(10), s, 0, dim=0, fill=-100)
     assert labels.tolist() == [0, 1, 2, 9, -100, -100]
 

@@ -7,7 +7,7 @@ import torch
 
 from sartor.distributed.local import Local, Sums
 from sartor.distributed.merge import Merged
-from sartor.distributed.sharding import Run, order
+from sartor.distributed.sharding import Run, apart, together, whole_places
 from sartor.distributed.transport import Transport
 from sartor.kernels.spec import Saved
 
@@ -20,6 +20,7 @@ class Gathered:
     def __init__(self, local: Local, transport: Transport) -> None:
         self.local, self.transport = local, transport
         self.block = (Run(0, 0, 1, local.keys.seqlen),) if local.keys.seqlen else ()
+        self.places = whole_places(local.keys)
         self.counts = [local.keys.count(rank) for rank in range(transport.ranks)]
 
     def forward(self, merged: Merged) -> None:
@@ -32,10 +33,9 @@ class Gathered:
         k, v = self._all_keys()
         found = sums.start(k, v)
         self.local.gradients(self.block, k, v, saved, sums)
-        back = torch.argsort(order(self.local.keys, k.device))
         own = []
         for total, x in zip(found, (self.local.call.k, self.local.call.v), strict=True):
-            parts = [part.contiguous() for part in total.index_select(1, back).split(self.counts, 1)]
+            parts = apart(total, self.places)
             d = torch.zeros_like(x, dtype=total.dtype)
             d[:, : self.counts[self.transport.rank]] = self.transport.reduce_scatter(parts)
             own.append(d)
@@ -43,10 +43,9 @@ class Gathered:
 
     def _all_keys(self) -> tuple[Tensor, Tensor]:
         """k and v of the whole sequence."""
-        place = order(self.local.keys, self.local.call.k.device)
         count = self.counts[self.transport.rank]
         whole = []
         for x in (self.local.call.k, self.local.call.v):
             shapes = [(x.shape[0], n, *x.shape[2:]) for n in self.counts]
-            whole.append(torch.cat(self.transport.gather(x[:, :count], shapes), 1).index_select(1, place))
+            whole.append(together(self.transport.gather(x[:, :count], shapes), self.places))
         return whole[0], whole[1]

@@ -238,13 +238,52 @@ def unshard(shards: Sequence[torch.Tensor], sharding: Sharding, dim: int = 1) ->
                 f"shard {rank} must have {sharding.sizes[rank]} places in dim {dim}, got {x.shape[dim]}:"
                 f" {tuple(x.shape)}"
             )
-    whole = torch.cat([x.narrow(dim, 0, sharding.count(rank)) for rank, x in enumerate(shards)], dim)
-    return whole.index_select(dim, order(sharding, whole.device))
+    return together(shards, whole_places(sharding), dim)
 
 
-def order(sharding: Sharding, device: torch.device) -> torch.Tensor:
-    """int64 (seqlen,): where each token is, if the tokens of all ranks come one rank after the other."""
-    return torch.argsort(torch.cat([sharding.tokens(rank) for rank in range(sharding.ranks)])).to(device)
+Places = tuple[tuple[tuple[slice, slice], ...], ...]  # of each run of each part: where it is in the part, in the whole
+
+
+def whole_places(sharding: Sharding) -> Places:
+    """Of what each rank holds, where it is in the sequence."""
+    return tuple(tuple((run.places, run.tokens) for run in own) for own in sharding.runs)
+
+
+@lru_cache(maxsize=256)
+def joined_places(text: str, group: int, number: int) -> Places:
+    """Of what each of `group` ranks holds, where it is in shard `number` of `Sharding.joined`."""
+    base = Sharding.parse(text)
+    shard_runs = base.joined(group).runs[number]
+
+    def within(run: Run) -> slice:
+        at = next(j for j in shard_runs if j.first <= run.first <= j.last and (run.first - j.first) % j.step == 0)
+        return Run(0, at.place + (run.first - at.first) // at.step, run.step // at.step, run.count).tokens
+
+    members = base.runs[number * group : (number + 1) * group]
+    return tuple(tuple((run.places, within(run)) for run in own) for own in members)
+
+
+def together(parts: Sequence[torch.Tensor], places: Places, dim: int = 1) -> torch.Tensor:
+    """One tensor of the parts that lie at these places of it. Differentiable."""
+    pieces = [(to, x[(slice(None),) * dim + (at,)]) for x, runs in zip(parts, places, strict=True) for at, to in runs]
+    if all(to.step == 1 for to, _ in pieces):
+        return torch.cat(
+            [x for _, x in sorted(pieces, key=lambda piece: piece[0].start)] or [parts[0].narrow(dim, 0, 0)], dim
+        )
+    count = sum(x.shape[dim] for _, x in pieces)
+    whole = parts[0].new_empty((*parts[0].shape[:dim], count, *parts[0].shape[dim + 1 :]))
+    for to, x in pieces:
+        whole[(slice(None),) * dim + (to,)] = x
+    return whole
+
+
+def apart(whole: torch.Tensor, places: Places) -> list[torch.Tensor]:
+    """The parts of (batch, tokens, ...) that lie at these places of it; views where one run is all."""
+    found = []
+    for runs in places:
+        pieces = [whole[:, to] for _, to in runs] or [whole[:, :0]]
+        found.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1))
+    return found
 
 
 def positions(sharding: Sharding, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 Tensor = torch.Tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name to 2.12
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name to 2.12, and
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -75,8 +76,7 @@ class Transport:
         pending = Pending(timeout=self.timeout)
         if not sends and not receives:
             return pending
-        staged = self.staged(like.device)
-        device = torch.device("cpu") if staged else like.device
+        staged, device = self.staged(like.device), self._way(like.device)
         pending.device = like.device if staged else None
         pending.kept = [t.contiguous().to(device) for t, _ in sends]
         pending.received = [torch.empty(s, dtype=dtype or like.dtype, device=device) for s, _ in receives]
@@ -92,23 +92,21 @@ class Transport:
         """The tensor of every rank, of these shapes, which differ in one dim at most."""
         if self.ranks == 1:
             return [x]
-        longest = max(shapes, key=lambda shape: torch.Size(shape).numel())
-        staged = self.staged(x.device)
-        mine = x.new_zeros(torch.Size(longest).numel(), device="cpu" if staged else None)
-        mine[: x.numel()] = x.reshape(-1)
-        found = [torch.empty_like(mine) for _ in range(self.ranks)]
-        self._finish(dist.all_gather(found, mine, group=self.group, async_op=True))
-        return [t[: torch.Size(s).numel()].view(s).to(x.device) for t, s in zip(found, shapes, strict=True)]
+        longest, device = max(torch.Size(shape).numel() for shape in shapes), self._way(x.device)
+        mine = _filled(torch.empty(longest, dtype=x.dtype, device=device), [x])
+        found = torch.empty(self.ranks * longest, dtype=x.dtype, device=device)
+        self._finish(_all_gather(found, mine, group=self.group, async_op=True))
+        parts = zip(found.split(longest), shapes, strict=True)
+        return [t[: torch.Size(s).numel()].view(s).to(x.device) for t, s in parts]
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """The sum over ranks of what each has for this one; parts[r] is for rank r, and of one shape on all ranks."""
         if self.ranks == 1:
             return parts[0]
         longest = max(part.numel() for part in parts)
-        device = torch.device("cpu") if self.staged(parts[0].device) else parts[0].device
-        sent = torch.zeros((self.ranks, longest), dtype=parts[0].dtype, device=device)
+        sent = torch.empty((self.ranks, longest), dtype=parts[0].dtype, device=self._way(parts[0].device))
         for row, part in zip(sent, parts, strict=True):
-            row[: part.numel()] = part.reshape(-1)
+            _filled(row, [part])
         total = torch.empty_like(sent[0])
         self._finish(_reduce_scatter(total, sent.view(-1), group=self.group, async_op=True))
         own = parts[self.rank]
@@ -118,9 +116,9 @@ class Transport:
         """parts[r] goes to rank r; from rank r comes one of shapes[r]."""
         if self.ranks == 1:
             return list(parts)
-        device = torch.device("cpu") if self.staged(parts[0].device) else parts[0].device
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        sent = torch.cat([part.reshape(-1) for part in parts]).to(device)
+        device, sizes = self._way(parts[0].device), [torch.Size(shape).numel() for shape in shapes]
+        count = sum(part.numel() for part in parts)
+        sent = _filled(torch.empty(count, dtype=parts[0].dtype, device=device), parts)
         got = torch.empty(sum(sizes), dtype=sent.dtype, device=device)
         self._finish(
             dist.all_to_all_single(got, sent, sizes, [part.numel() for part in parts], group=self.group, async_op=True)
@@ -129,3 +127,18 @@ class Transport:
 
     def _finish(self, work: Any) -> None:
         work.wait() if self.timeout is None else work.wait(self.timeout)
+
+    def _way(self, device: torch.device) -> torch.device:
+        """Where tensors of a device are while they travel."""
+        return torch.device("cpu") if self.staged(device) else device
+
+
+def _filled(room: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """The room, with the elements of the parts in it, one part behind the other; what is left of it is 0."""
+    place = 0
+    for part in parts:
+        room[place : place + part.numel()].view(part.shape).copy_(part)
+        place += part.numel()
+    if place < room.numel():
+        room[place:] = 0
+    return room

@@ -3,14 +3,13 @@ ranks of a group, and gives its results back. Each is the other's backward."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from sartor.distributed.agreement import agree
 from sartor.distributed.operator import check_places
-from sartor.distributed.sharding import Sharding
+from sartor.distributed.sharding import Sharding, apart, joined_places, together
 from sartor.distributed.transport import Transport
 
 Tensor = torch.Tensor
@@ -60,8 +59,8 @@ def _spread(x: Tensor, group: str, sharding: str, first: int, timeout: float) ->
     counts = [whole.count(first + r) for r in range(ranks)]
     b, heads, dim = x.shape[0], x.shape[2] // ranks, x.shape[3]
     parts = x[:, : counts[transport.rank]].split(heads, 2)
-    got = transport.all_to_all([p.contiguous() for p in parts], [(b, n, heads, dim) for n in counts])
-    return torch.cat(got, 1).index_select(1, _order(sharding, ranks, first).to(x.device))
+    got = transport.all_to_all(parts, [(b, n, heads, dim) for n in counts])
+    return together(got, joined_places(sharding, ranks, first // ranks))
 
 
 @torch.library.impl(_LIBRARY, "collect_heads", "CompositeExplicitAutograd")
@@ -70,22 +69,14 @@ def _collect(x: Tensor, group: str, sharding: str, first: int, fill: float, time
     ranks, mine = transport.ranks, first + transport.rank
     counts = [whole.count(first + r) for r in range(ranks)]
     b, _, heads, dim = x.shape
-    back = torch.argsort(_order(sharding, ranks, first)).to(x.device)
-    parts = [p.contiguous() for p in x.index_select(1, back).split(counts, 1)]
+    parts = apart(x, joined_places(sharding, ranks, first // ranks))
     own = counts[transport.rank]
     got = transport.all_to_all(parts, [(b, own, heads, dim)] * ranks)
-    padding = x.new_full((b, whole.sizes[mine] - own, heads * ranks, dim), fill)
-    return torch.cat([torch.cat(got, 2), padding], 1)
-
-
-@lru_cache(maxsize=256)
-def _order(sharding: str, ranks: int, first: int) -> Tensor:
-    """Where each token of the joined shard is among the tokens of its members, one after the other."""
-    whole = Sharding.parse(sharding)
-    members = torch.cat([whole.tokens(first + r) for r in range(ranks)])
-    wanted = whole.joined(ranks).tokens(first // ranks)
-    place = torch.argsort(members)
-    return place[torch.searchsorted(members[place], wanted)]
+    found = x.new_empty((b, whole.sizes[mine], heads * ranks, dim))
+    for part, to in zip(got, found[:, :own].split(heads, 2), strict=True):
+        to.copy_(part)
+    found[:, own:] = fill
+    return found
 
 
 @torch.library.register_fake("sartor::spread_heads", lib=_LIBRARY)
