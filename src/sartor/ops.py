@@ -375,7 +375,7 @@ def gradients_by(backward: Any, ctx: Any, dout: Any, dlse: Any, place: tuple[Any
     given = dict(zip(SINGLE, tensors, strict=False)) | {"mod_tensors": list(tensors[len(SINGLE) :])} | ctx.options
     args, mod_tensors = [given[name] for name in ARGUMENTS], given["mod_tensors"]
     dout = torch.zeros_like(out) if dout is None else dout
-    wanted = named(ctx.needs_input_grad[len(place) :])["bias"]
+    wanted = named(ctx.needs_input_grad[len(place) : len(place) + len(ARGUMENTS)])["bias"]
     first = tensors_of(given["mask_handle"])
     tables = [i for i, t in enumerate(mod_tensors[first:]) if t.requires_grad]
     g = backward(dout, dlse, out, lse, wanted, tables, *place, *args)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from sartor import ops
 from sartor.api import Causal, Layout, Window, _autocast, seed_of
-from sartor.checks import boolean, real
+from sartor.checks import boolean, needs_operator, real
 from sartor.distributed import dtensor, operator
 from sartor.distributed.agreement import tell
 from sartor.distributed.choose import choose, sizes_of, table_of_queries
@@ -226,7 +226,10 @@ def _run(call: Call, method: str, ranks: Ranks, texts: tuple[str, str], timeout:
 
 
 def _operate(call: Call, place: Place) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.sartor.context_attention(*place.arguments(), *ops.as_operator_arguments(call))
+    args = ops.as_operator_arguments(call)
+    if not needs_operator(call.q):
+        return operator.run(place, args)
+    out, lse = torch.ops.sartor.context_attention(*place.arguments(), *args)
     return out, lse
 
 

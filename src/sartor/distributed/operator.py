@@ -1,4 +1,4 @@
-"""One call on one rank as an operator with a backward: what torch.compile, checkpointing and eager code all run.
+"""One call on one rank as an operator with a backward, for torch.compile, and the same past the dispatcher.
 
 `sartor::context_attention` takes what `sartor::attention` takes, and the names of the method, the group and the
 shardings. Compilers see no more of it than its shapes: its transfers are its own.
@@ -21,6 +21,7 @@ from sartor.distributed.sharding import Sharding
 from sartor.distributed.shift import values
 from sartor.distributed.transport import Transport
 from sartor.kernels.algebra import sink_gradient
+from sartor.kernels.once import once
 from sartor.kernels.spec import Operands, Saved
 from sartor.mods.core import Mod
 from sartor.problem import Call, Problem, wide
@@ -215,6 +216,40 @@ def _backward_fake(
         dout, dlse, out, lse, bias_gradient, table_gradients, *args[OWN:]
     )
     return found
+
+
+def run(place: Place, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """What the operator gives for these arguments of `sartor::attention`, past the dispatcher, which takes long over so
+    many: for plain tensors, where no compiler or mode wants to see an operator."""
+    given = *place.arguments(), *args
+    if torch.is_grad_enabled() and place.gradient:
+        found: tuple[Tensor, Tensor] = _Eager.apply(*given, *ops.named(args)["mod_tensors"])  # type: ignore[no-untyped-call]
+        return found
+    return _forward(*given)
+
+
+class _Eager(torch.autograd.Function):
+    """Arguments are those of the operator, and its list of tensors again, for autograd to see them."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        given = inputs[: OWN + len(ops.ARGUMENTS)]
+        output = _forward(*given)
+        _setup_context(ctx, given, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        def gradients(*args: Any) -> Any:
+            sources = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
+            return once(lambda: _backward(*args), *sources)
+
+        found = list(ops.gradients_by(gradients, ctx, dout, dlse, ctx.place))
+        of_mods, found[_MODS] = found[_MODS], None
+        return *found, *of_mods
+
+
+_MODS = OWN + list(ops.ARGUMENTS).index("mod_tensors")
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:

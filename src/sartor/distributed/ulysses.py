@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sartor.checks import needs_operator
 from sartor.distributed.agreement import agree
 from sartor.distributed.operator import check_places
 from sartor.distributed.sharding import Sharding, apart, joined_places, together
@@ -31,13 +32,15 @@ def spread_heads(x: Tensor, group: str, sharding: str, first: int, timeout: floa
     Returns:
         Heads r * heads // ranks and on of the tokens in the order of `Sharding.joined`.
     """
-    found: Tensor = torch.ops.sartor.spread_heads(x, group, sharding, first, timeout)
+    way: Any = torch.ops.sartor.spread_heads if needs_operator(x) else _Spread.apply
+    found: Tensor = way(x, group, sharding, first, timeout)
     return found
 
 
 def collect_heads(x: Tensor, group: str, sharding: str, first: int, fill: float, timeout: float) -> Tensor:
     """The inverse of `spread_heads`; padding is filled with `fill`."""
-    found: Tensor = torch.ops.sartor.collect_heads(x, group, sharding, first, fill, timeout)
+    way: Any = torch.ops.sartor.collect_heads if needs_operator(x) else _Collect.apply
+    found: Tensor = way(x, group, sharding, first, fill, timeout)
     return found
 
 
@@ -113,3 +116,25 @@ torch.library.register_autograd("sartor::spread_heads", _spread_backward, setup_
 torch.library.register_autograd(
     "sartor::collect_heads", _collect_backward, setup_context=_collect_context, lib=_LIBRARY
 )
+
+
+class _Spread(torch.autograd.Function):
+    """The operator past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _spread_context(ctx, inputs, None)
+        return _spread(*inputs)
+
+    backward = staticmethod(_spread_backward)
+
+
+class _Collect(torch.autograd.Function):
+    """The same of the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _collect_context(ctx, inputs, None)
+        return _collect(*inputs)
+
+    backward = staticmethod(_collect_backward)
