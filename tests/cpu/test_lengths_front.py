@@ -134,10 +134,14 @@ def same_three_times(stub, memory, call):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 3), "softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("lse", [False, True], ids=["out", "lse"])
-@pytest.mark.parametrize("like", [(64, 4, 4), (128, 4, 2), (64, 4, 1), (96, 2, 2)], ids=str)
-def test_packed_sequences(stub, memory, options, lse, like):
+@pytest.mark.parametrize("like", [(64, 4, 4), (128, 4, 2), (64, 4, 1), (96, 2, 2), (64, 1, 1)], ids=str)
+@pytest.mark.parametrize("parts", [False, True], ids=["", "parts"])
+def test_packed_sequences(stub, memory, options, lse, like, parts):
+    """`parts`: of wider tensors, as of one product for q, k and v."""
     dim, h, hkv = like
     q, k, v = heads(200, h, dim), heads(200, hkv, dim), heads(200, hkv, dim)
+    if parts:
+        q, k, v = (torch.stack([t, t, t], 1)[:, 1] for t in (q, k, v))
     options = options | {"return_attn_probs": lse}
     same_three_times(stub, memory, lambda: flash_attn.flash_attn_varlen_func(q, k, v, SMALL, SMALL, 80, 80, **options))
 
