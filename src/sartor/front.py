@@ -36,11 +36,13 @@ def attend(
     tensors: tuple[Any, ...] = q, k, v
     extras: tuple[Any, ...] = ()
     on_gpu, alone = q.is_cuda, bias is None and mask is None and score is None and alibi_slopes is None
-    if not (alone if on_gpu else q.is_cpu):
+    if not (bias is None and alibi_slopes is None if on_gpu else q.is_cpu):
         return None
     try:
         if on_gpu:
             extras = _place(q, k, v)
+            if not alone:
+                extras += _of_numbers(mask), _of_numbers(score)
         elif not alone:
             for x in (bias, mask, score, alibi_slopes):
                 extras += (x if x is None else _key(x),)
@@ -92,6 +94,13 @@ def _learned(call: Call, tensors: tuple[Any, ...], key: Any, seen: tuple[Any, ..
 def _place(q: Tensor, k: Tensor, v: Tensor) -> Any:
     """What else a plan for a GPU depends on: alignment, and what PyTorch was told of determinism."""
     return q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, torch.are_deterministic_algorithms_enabled()
+
+
+def _of_numbers(mod: Any) -> Any:
+    """Of a mask or a score that reads no tensor; what is another raises."""
+    if mod is not None and (isinstance(mod, Tensor) or mod.tensors):
+        raise TypeError
+    return extra_key(mod)
 
 
 def _key(x: Any) -> Any:

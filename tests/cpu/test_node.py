@@ -20,6 +20,8 @@ NUMBERS = {
     "full": {},
     "causal": {"causal": True},
     "window": {"window": (7, 3), "softcap": 5.0, "softmax_scale": 0.3},
+    "mask": {"mask": mods.Mask(lambda b, h, q, kv: (q - kv) % 3 == 0), "causal": True},
+    "score": {"score": mods.Score(lambda s, b, h, q, kv: s * 2 + h - q / (kv + 1))},
 }
 
 
@@ -179,12 +181,12 @@ def test_other_places_and_orders_have_other_plans(on_gpu):
     assert plans() == before + 2
 
 
-def test_hooks_and_masks_go_the_long_way(on_gpu):
+def test_hooks_and_masks_of_tensors_go_the_long_way(on_gpu):
     leaves = settings.inputs("cpu", torch.float32, 16)
     with settings.hooked(settings.shifted, settings.moved):
         sartor.attention(*leaves, kernel="blocked")
     sartor.attention(*leaves, mask=torch.ones(96, 96, dtype=torch.bool), kernel="blocked")
-    sartor.attention(*leaves, mask=mods.causal(), kernel="blocked")
+    sartor.attention(*leaves, mask=mods.document(torch.zeros(2, 96, dtype=torch.int32)), kernel="blocked")
     assert len(on_gpu) == 3
     with pytest.raises(ValueError, match="window"):
         sartor.attention(*leaves, window=(1, -5), kernel="blocked")

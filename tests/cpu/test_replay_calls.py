@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import sartor
 import settings
 import stubbed
-from sartor import direct, driver, node, nvrtc
+from sartor import direct, driver, mods, node, nvrtc
 from sartor.device import ARCHITECTURES
 from sartor.kernels.cuda import host, row
 from sartor.kernels.triton import launch
@@ -87,7 +87,13 @@ def laid_out(t):
     return t.shape, t.stride(), t.dtype
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0, "window": (7, 3)}], ids=str)
+OPTIONS = {
+    "full": {}, "causal": {"causal": True}, "window": {"softcap": 5.0, "window": (7, 3)},
+    "mask": {"mask": mods.causal() & mods.window(9, 0)}, "score": {"score": mods.Score(lambda s, b, h, *_: s * 2 + h)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
     "like",
     [
@@ -128,7 +134,9 @@ def test_the_same_bytes(seen, options, like):
         assert told == seen.stub.told() != b""
         assert [laid_out(t) for t in (out, *found)] == [laid_out(t) for t in first]
         assert laid_out(lse) == ((*out.shape[:1], 6, 70), (420, 70, 1), torch.float32)
-    assert sum(step.name == "repair" for step in seen.rows[-1][0]) == 2 * (options.keys() > {"layout"})
+    assert sum(step.name == "repair" for step in seen.rows[-1][0]) == 2 * bool(
+        options.keys() & {"causal", "window", "mask"}
+    )
 
 
 def test_what_c_leaves_to_python(seen, monkeypatch):
