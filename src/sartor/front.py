@@ -97,10 +97,12 @@ def _place(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 def _of_numbers(mod: Any) -> Any:
-    """Of a mask or a score that reads no tensor; what is another raises."""
-    if mod is not None and (isinstance(mod, Tensor) or mod.tensors):
+    """What names a mask or score that reads no tensor; for anything else this raises."""
+    if mod is None:
+        return None
+    if mod.tensors:
         raise TypeError
-    return extra_key(mod)
+    return mod.handle
 
 
 def _key(x: Any) -> Any:

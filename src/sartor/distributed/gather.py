@@ -7,7 +7,7 @@ import torch
 
 from sartor.distributed.local import Local, Sums
 from sartor.distributed.merge import Merged
-from sartor.distributed.sharding import Run, apart, together, whole_places
+from sartor.distributed.sharding import Run, apart, joined_places, together
 from sartor.distributed.transport import Transport
 from sartor.kernels.spec import Saved
 
@@ -20,7 +20,7 @@ class Gathered:
     def __init__(self, local: Local, transport: Transport) -> None:
         self.local, self.transport = local, transport
         self.block = (Run(0, 0, 1, local.keys.seqlen),) if local.keys.seqlen else ()
-        self.places = whole_places(local.keys)
+        self.places = joined_places(local.keys.text, local.keys.ranks, 0)
         self.counts = [local.keys.count(rank) for rank in range(transport.ranks)]
 
     def forward(self, merged: Merged) -> None:

@@ -9,7 +9,7 @@ import torch
 
 
 class Merged:
-    """Results over the keys seen so far. A row's first are copied; of rows without any, out is 0, lse -inf."""
+    """Results over the keys seen so far. A row's first result is copied; a row without one has out 0, lse -inf."""
 
     def __init__(self, q: torch.Tensor, dim_v: int, dtype: torch.dtype) -> None:
         b, sq, hq, _ = q.shape

@@ -1,4 +1,4 @@
-"""One call on one rank as an operator with a backward, for torch.compile, and the same past the dispatcher.
+"""One call on one rank as an operator with a backward, and the same without the dispatcher, for eager calls.
 
 `sartor::context_attention` takes what `sartor::attention` takes, and the names of the method, the group and the
 shardings. Compilers see no more of it than its shapes: its transfers are its own.

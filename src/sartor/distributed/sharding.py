@@ -238,15 +238,10 @@ def unshard(shards: Sequence[torch.Tensor], sharding: Sharding, dim: int = 1) ->
                 f"shard {rank} must have {sharding.sizes[rank]} places in dim {dim}, got {x.shape[dim]}:"
                 f" {tuple(x.shape)}"
             )
-    return together(shards, whole_places(sharding), dim)
+    return together(shards, joined_places(sharding.text, sharding.ranks, 0), dim)
 
 
 Places = tuple[tuple[tuple[slice, slice], ...], ...]  # of each run of each part: where it is in the part, in the whole
-
-
-def whole_places(sharding: Sharding) -> Places:
-    """Of what each rank holds, where it is in the sequence."""
-    return tuple(tuple((run.places, run.tokens) for run in own) for own in sharding.runs)
 
 
 @lru_cache(maxsize=256)

@@ -119,7 +119,7 @@ torch.library.register_autograd(
 
 
 class _Spread(torch.autograd.Function):
-    """The operator past the dispatcher."""
+    """`spread_heads` of eager calls, without the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -130,7 +130,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """The same of the inverse."""
+    """`collect_heads` of eager calls."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:

@@ -48,7 +48,7 @@ def register(name: str = NAME) -> None:
 
 
 def _masking_utils() -> Any:
-    """Theirs. From the list, where it was imported: Dynamo traces no import from their package in torch 2.11."""
+    """`transformers.masking_utils`, which a list keeps: the Dynamo of torch 2.11 traces no import from that package."""
     if not _THEIRS:
         from transformers import masking_utils
 

@@ -19,7 +19,7 @@ from sartor.mods.expr import IN_GRAPH, Expr
 from sartor.mods.placed import at_positions
 from sartor.mods.tracing import aux_value
 
-OPAQUE = torch.__version__ < "2.10"  # to Dynamo, functions that are made where it traces: what they take, it cannot say
+OPAQUE = torch.__version__ < "2.10"  # Dynamo cannot say what a function takes that is made while it traces
 MADE: dict[str, Any] = {}  # by handle, over meta tensors: what graphs name stays as long as they may run
 Written = tuple[Any, ...]
 
