@@ -12,13 +12,17 @@
 DEVICE void multiply(u32 x, u32 y, u32& high, u32& low) {
   asm("{ .reg .b64 xy; mul.wide.u32 xy, %2, %3; mov.b64 {%0, %1}, xy; }" : "=r"(low), "=r"(high) : "r"(x), "r"(y));
 }
-// Philox-4x32-7 (Salmon et al. 2011): four words of a counter and a key, in the counter's place
-DEVICE void philox(u32 (&c)[4], u64 key) {
+// A round of Philox-4x32: of four words of a counter and a key
+DEVICE void philox_round(u32 (&c)[4], u32 k0, u32 k1) {
+  u32 high[2], low[2];
+  multiply(c[0], 0xd2511f53u, high[0], low[0]), multiply(c[2], 0xcd9e8d57u, high[1], low[1]);
+  c[0] = high[1] ^ c[1] ^ k0, c[1] = low[1], c[2] = high[0] ^ c[3] ^ k1, c[3] = low[0];
+}
+// Philox-4x32-7 (Salmon et al. 2011) of some counters, in their places: one beside the other
+template <int N> DEVICE void philox(u32 (&c)[N][4], u64 key) {
   u32 k[2] = {u32(key), u32(key >> 32)};
   UNROLL for (int i = 0; i < 7; i++) {
-    u32 high[2], low[2];
-    multiply(c[0], 0xd2511f53u, high[0], low[0]), multiply(c[2], 0xcd9e8d57u, high[1], low[1]);
-    c[0] = high[1] ^ c[1] ^ k[0], c[1] = low[1], c[2] = high[0] ^ c[3] ^ k[1], c[3] = low[0];
+    UNROLL for (int x = 0; x < N; x++) philox_round(c[x], k[0], k[1]);
     k[0] += 0x9e3779b9u, k[1] += 0xbb67ae85u;
   }
 }
@@ -37,9 +41,9 @@ DEVICE u32 decide(const u32 (&c)[4], u32 steps) {
 }
 // Of one pair
 DEVICE bool stays(u64 seed, u32 steps, int batch, int head, int query, int key) {
-  u32 c[4] = {u32(key / 16 * 4 + key % 8 / 2), u32(query / 16 * 4 + query % 8 / 2), u32(head), u32(batch)};
+  u32 c[1][4] = {{u32(key / 16 * 4 + key % 8 / 2), u32(query / 16 * 4 + query % 8 / 2), u32(head), u32(batch)}};
   philox(c, seed);
-  return decide(c, steps) >> (8 * (2 * (query / 8 % 2) + key / 8 % 2) + 7 - 2 * (query % 2) - key % 2) & 1;
+  return decide(c[0], steps) >> (8 * (2 * (query / 8 % 2) + key / 8 % 2) + 7 - 2 * (query % 2) - key % 2) & 1;
 }
 
 // The lanes of a warp read one seed: by the shuffles the compiler knows that
@@ -68,9 +72,9 @@ template <int N, bool ACROSS = false> struct Stay {
     UNROLL for (int t = 0; t < N / 16; t += 2) {
       const bool two = t + 1 < N / 16;
       const u32 of_row = row / 4 + (lane >> 3), of_column = 4 * (opaque(column) + t + (two && odd)) + (lane & 3);
-      u32 c[4] = {ACROSS ? of_row : of_column, ACROSS ? of_column : of_row, u32(head), u32(batch)};
+      u32 c[1][4] = {{ACROSS ? of_row : of_column, ACROSS ? of_column : of_row, u32(head), u32(batch)}};
       philox(c, seed);
-      const u32 mine = decide(c, steps), other = two ? __shfl_xor_sync(ALL, mine, 4) : mine;
+      const u32 mine = decide(c[0], steps), other = two ? __shfl_xor_sync(ALL, mine, 4) : mine;
       // who made the patch of t + 1 has its odd row's bits where they are to be; the others come or go over to them
       const u32 moved = __funnelshift_l(other & own, other & own, odd ? apart : two ? 32 - apart : 0);
       bits[t / 4] |= (two ? (mine & own) | moved : moved) >> (4 * (t % 4 / 2));
@@ -94,5 +98,37 @@ template <int N, bool ACROSS = false> struct Stay {
     u32 all;
     asm("prmt.b32 %0, %1, %1, %2;" : "=r"(all) : "r"(mask), "r"(e ? 0x3232 : 0x1010));
     return __int_as_float(__float_as_int(x) & all);
+  }
+};
+
+// Of 64 rows and N columns of the forward, made by two warps for four others: words in shared memory, each of two patches
+// side by side
+template <int N> struct Drawn {
+  enum : int { WORDS = (N + 31) / 32, BYTES = 256 * WORDS };  // a thread's; a warpgroup's
+  u32 bits[WORDS];  // of a thread's row r and column 32 w + 16 t + 8 k + e of its: bit 7 - 4 t - e of byte 2 r + k
+
+  // `half`: of the rows, which are from `row` on; `column`: the first, in sixteens
+  static DEVICE void draw(u32 to, int half, u64 seed, u32 steps, int batch, int head, int row, int column) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int w = 0; w < WORDS; w++) {
+      const u32 of_column = 4 * (column + 2 * w) + (lane & 3), of_row = row / 4 + 8 * half + (lane >> 2);
+      u32 c[2][4] = {{of_column, of_row, u32(head), u32(batch)}, {of_column + 4, of_row, u32(head), u32(batch)}};
+      philox(c, seed);
+      const u32 both = (decide(c[0], steps) & 0xf0f0f0f0) | (decide(c[1], steps) >> 4 & 0x0f0f0f0f);
+      shared_store(to + 256 * w + 128 * half + 4 * lane, both);
+    }
+  }
+  DEVICE void read(u32 from, int warp, int lane) {
+    UNROLL for (int w = 0; w < WORDS; w++)
+      bits[w] = u32(shared_load(from + 256 * w + 64 * warp + 16 * (lane >> 3) + 4 * (lane & 3))) << (lane & 4 ? 2 : 0);
+  }
+  // For the two numbers of columns 8 * (i / 2) and row i % 2, packed: all bits of those that stay
+  DEVICE u32 mask(int i) const {
+    const int t = i / 4, byte = 2 * (i % 2) + i / 2 % 2;
+    const u32 even = bits[t / 2] << 4 * (t % 2), odd = even << 1;
+    u32 all;  // the highest bit of a byte, eight times
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(even), "r"(odd), "r"(0xcc88 + 0x1111 * byte));
+    return all;
   }
 };

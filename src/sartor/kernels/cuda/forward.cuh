@@ -28,8 +28,11 @@
 #include "cuda/near.cuh"
 #include "cuda/wgmma.cuh"
 
-constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 232;
+constexpr int THREADS = 128 * (GROUPS + 1 + DROPOUT);  // the producer's first, those of drawers last
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40;
+enum : int { DRAWER_REGISTERS = DIM > 128 || DIM_V > 128 ? 40 : 56 };  // with fewer, two counters are not under way at once
+constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : GROUPS == 2 && DROPOUT ? 236 - DRAWER_REGISTERS / 2 : 232;
+static_assert(GROUPS < 3 || !DROPOUT);
 constexpr bool LISTED = MASK == 3;  // then the key tiles [begin, end) of a work tile are entries of a block list
 constexpr bool SKIPS = GROUPS > 1 && !LISTED && (MASK || LAST_WAVE);  // whether warpgroups pass over key tiles that only others see
 using Half = Half16<BF16>;
@@ -40,17 +43,21 @@ constexpr int WORK_TILE_LANES = MASK == 2 ? 32 : 1;  // lanes of a warp that arr
 // values stay
 enum : int { BRINGER = NEAR_STAGES && NEAR_BYTES, NEAR_RING = BRINGER ? NEAR_STAGES : 0, NEAR_TILES = BRINGER ? NEAR_STAGES : 1 };
 enum : int { BRINGERS = GROUPS > 1 ? 2 : 1 };  // warps
+enum : int { DRAWN_RING = DROPOUT ? 2 : 0 };   // tiles of bits that say which weights stay
+using Drawing = Drawn<BLOCK_N>;
 
 // ---- layout of shared memory, as Config.laid_out has it: tiles, pairs of barriers (full, empty), work tiles, near
 // values
 constexpr int AT_K = Q_BUFFERS * GROUPS * QTile::bytes, AT_V = AT_K + STAGES_K * KTile::bytes;
 constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
 enum : int { AT_NEAR_BARRIERS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + 3 + Q_BUFFERS * GROUPS) };  // 3: jobs and next
-constexpr int AT_JOBS = AT_NEAR_BARRIERS + 16 * NEAR_RING * GROUPS;
+enum : int { AT_DRAWN_BARRIERS = AT_NEAR_BARRIERS + 16 * NEAR_RING * GROUPS };
+constexpr int AT_JOBS = AT_DRAWN_BARRIERS + 16 * DRAWN_RING * GROUPS;
 constexpr int AT_NEAR = AT_JOBS + 2 * Job::bytes;  // NEAR_BYTES a consumer warp and stage, then STRIP_BYTES a warp
-enum : int { AT_STRIPS = AT_NEAR + 4 * GROUPS * NEAR_TILES * NEAR_BYTES, AFTER_NEAR = AT_STRIPS + 4 * GROUPS * STRIP_BYTES };
+enum : int { AT_STRIPS = AT_NEAR + 4 * GROUPS * NEAR_TILES * NEAR_BYTES, AT_DRAWN = AT_STRIPS + 4 * GROUPS * STRIP_BYTES };
+enum : int { AFTER_DRAWN = AT_DRAWN + DRAWN_RING * GROUPS * Drawing::BYTES };
 static_assert(AT_K == OFFSET_K && AT_V == OFFSET_V && AT_BARRIERS == OFFSET_BARRIERS);
-static_assert(AT_JOBS == OFFSET_JOBS && AT_NEAR == OFFSET_NEAR && SHARED_BYTES >= AFTER_NEAR);
+static_assert(AT_JOBS == OFFSET_JOBS && AT_NEAR == OFFSET_NEAR && SHARED_BYTES >= AFTER_DRAWN);
 
 struct Rings {
   Ring<STAGES_K> k;
@@ -59,18 +66,20 @@ struct Rings {
   Ring<1> next;  // full when the loader has come to the key tile at which the scheduler may claim another work tile
   Ring<Q_BUFFERS> q;
   Ring<NEAR_RING> near;  // of near values, if the producer brings them
+  Ring<DRAWN_RING> drawn;
   DEVICE Rings(u32 base, int group)
       : k(base + AT_BARRIERS), v(k.bars + 16 * STAGES_K), jobs(v.bars + 16 * STAGES_V),
         next(jobs.bars + 32), q(next.bars + 16 + 16 * Q_BUFFERS * group),
-        near(base + AT_NEAR_BARRIERS + 16 * NEAR_RING * group) {}
+        near(base + AT_NEAR_BARRIERS + 16 * NEAR_RING * group), drawn(base + AT_DRAWN_BARRIERS + 16 * DRAWN_RING * group) {}
 
   static DEVICE void init(u32 base) {  // by one thread
     Rings rings(base, 0);
     rings.k.init(4 * GROUPS), rings.v.init(4 * GROUPS);
-    rings.jobs.init(4 * WORK_TILE_LANES * GROUPS + BRINGER * BRINGERS, WORK_TILE_LANES);
+    rings.jobs.init(4 * WORK_TILE_LANES * GROUPS + BRINGER * BRINGERS + DROPOUT * 2 * GROUPS, WORK_TILE_LANES);
     rings.next.init(1);
     for (int g = 0; g < GROUPS; g++) Rings(base, g).q.init(4);
     if (BRINGER) for (int g = 0; g < GROUPS; g++) Rings(base, g).near.init(4, 32);
+    if (DROPOUT) for (int g = 0; g < GROUPS; g++) Rings(base, g).drawn.init(4, 2);
     barrier_publish();
   }
 };
@@ -282,6 +291,37 @@ DEVICE void bring_all(u32 base, int bringer, const Shape& n, const Aux& x) {
   }
 }
 
+// ---- drawers: a warpgroup that finds which weights stay, ahead of the consumers; a warp for half of the rows of one
+#if DROPOUT
+template <class Params> DEVICE void draw_all(u32 base, int group, int half, const Params& t, const Shape& n) {
+  static_assert(ROWS == 64 && !LISTED, "a patch is of one head, and j a key tile");
+  Rings rings(base, group);
+  const int lane = threadIdx.x & 31;
+  const u64 seed = read_seed(t.seed);
+#pragma unroll 1
+  while (true) {
+    rings.jobs.await_full();
+    const u32 slot = base + AT_JOBS + rings.jobs.stage() * Job::bytes;
+    auto read = [&](int at) { return __shfl_sync(ALL, shared_load(slot + at), 0); };
+    const int item = read(Job::batch), head = read(Job::head), begin = read(Job::begin), last = read(Job::end) - 1;
+    const int first_query = read(Job::first_query(group)), first_head = read(Job::first_head(group));
+    if (item < 0) return;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(rings.jobs.empty());
+    rings.jobs.next();
+#pragma unroll 1
+    for (int j = last; j >= begin; j--) {
+      rings.drawn.await_empty();
+      const u32 to = base + AT_DRAWN + (GROUPS * rings.drawn.stage() + group) * Drawing::BYTES;
+      Drawing::draw(to, half, seed, t.steps, batch_of(item, n), head * n.group + first_head, first_query, j * (BLOCK_N / 16));
+      __syncwarp();
+      if (lane == 0) barrier_arrive(rings.drawn.full());
+      rings.drawn.next();
+    }
+  }
+}
+#endif
+
 // Bits of those of a thread's keys, two of every eight, that are from `key` on
 DEVICE u32 from_column(int key) { return shift_left(~0u, imax(2 * (key >> 3) + imin(key & 7, 2), 0)); }
 
@@ -315,6 +355,17 @@ struct Worker {
     if (!BRINGER) return;
     __syncwarp();  // all lanes have read theirs
     release(rings.near.empty()), rings.near.next();
+  }
+
+  // Which weights of this key tile stay
+  DEVICE void read_drawn(Drawing& drawing) {
+    rings.drawn.await_full();
+    drawing.read(base + AT_DRAWN + (GROUPS * rings.drawn.stage() + group) * Drawing::BYTES, warp, lane);
+    done_drawn();
+  }
+  DEVICE void done_drawn() {
+    __syncwarp();  // all lanes have read theirs
+    release(rings.drawn.empty()), rings.drawn.next();
   }
 
   DEVICE u32 job() const { return base + AT_JOBS + rings.jobs.stage() * Job::bytes; }
@@ -361,6 +412,7 @@ struct Worker {
     rings.k.await_full(), done_k();
     rings.v.await_full(), done_v();
     if (BRINGER) rings.near.await_full(), done_near();
+    if (DROPOUT) rings.drawn.await_full(), done_drawn();
   }
   DEVICE void skip() {
 #pragma unroll 1

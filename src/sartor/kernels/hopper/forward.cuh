@@ -20,7 +20,7 @@ constexpr bool LEAVES = MASK && LOWER;
 #include "cuda/forward.cuh"
 #include "cuda/softmax.cuh"
 #include "hopper/repair.cuh"
-static_assert(SHARED_BYTES == AFTER_NEAR);
+static_assert(SHARED_BYTES == AFTER_DRAWN);
 
 constexpr int STEPS = DIM / 16;
 constexpr bool Q_REGISTERS = HELD == STEPS;  // all of q: its place is free for the next at once
@@ -51,22 +51,15 @@ struct Consumer : Worker {
   u32 q[4 * HELD];
 #endif
 #if DROPOUT
-  Stay<BLOCK_N> stay;
-  const u64 seed;
+  Drawing stay;
 #endif
 
   DEVICE Consumer(const Params& t, const Shape& n, const Aux& x, u32 base, int group)
-      : Worker(t, n, x, base, group), factor(t.factor), scale(t.scale)
-#if DROPOUT
-      , seed(read_seed(t.seed))
-#endif
-  {}
+      : Worker(t, n, x, base, group), factor(t.factor), scale(t.scale) {}
 
   DEVICE void draw() {  // for this key tile, while its scores are made
 #if DROPOUT
-    static_assert(ROWS == 64 && !LISTED, "a patch is of one head, and j a key tile");
-    const int of_head = head * n.group + slice.first_head;
-    stay.draw(seed, t.steps, batch, of_head, slice.first_query + 16 * warp, j * (BLOCK_N / 16), lane);
+    read_drawn(stay);
 #endif
   }
 
@@ -375,6 +368,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_forward(HOPPER_F
     if (threadIdx.x == 0) load<true, LATE>(base, t, n, [](int, int, int, int) {});
     if (BRINGER && threadIdx.x >= 32 && threadIdx.x < 32 + 32 * BRINGERS) bring_all(base, (threadIdx.x >> 5) - 1, n, x);
     if (threadIdx.x >= 96) schedule(base, t, n, x);
+#if DROPOUT
+  } else if (warpgroup > GROUPS) {
+    registers_fewer<DRAWER_REGISTERS>();
+    const int warp = __shfl_sync(ALL, threadIdx.x >> 5 & 3, 0);
+    if (warp < 2 * GROUPS) draw_all(base, warp >> 1, warp & 1, t, n);
+#endif
   } else {
     registers_more<CONSUMER_REGISTERS>();
     Consumer consumer(t, n, x, base, GROUPS > 1 ? warpgroup - 1 : 0);

@@ -55,7 +55,8 @@ MERGE_COLUMNS = 128  # a thread a column
 PROMOTION = 128  # bytes, a row of a chunk: to fetch what lies beside it is a quarter more for L2 to read
 LISTED = PARAMS.followed_by(blocks.PARAMETERS)
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
-MAX_DIM, MAX_DROPOUT = 256, 160  # beyond the latter, the bits of a key tile would be in local memory
+MAX_DIM, MAX_DROPOUT = 256, 160  # beyond the latter, drawers leave too few registers for a product beside two warpgroups
+DRAWN_STAGES = 2  # with dropout, of bits that say which weights stay
 LISTED_DIMS = (64, 128)  # for which the kernel is cut to walk a list of key tiles
 
 
@@ -87,7 +88,7 @@ class HopperForward(KernelSpec):
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first."""
         for g, n, s in _grid(p):
-            m = self.config(p, Tile(64 * g, n, 4 * (g + 1), s))
+            m = self.config(p, Tile(64 * g, n, 4 * (g + 1 + (p.dropout_p > 0)), s))
             registers = m.accumulators + m.of_dropout + 8 * len(m.near)
             fits = registers <= m.registers and m.shared_bytes <= launch.smem_limit(dev)
             if fits and not m.stuck:
@@ -204,6 +205,8 @@ def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
         groups = (1, 2, 3) if slices == 1 else (3, 2, 1)
     narrow = wide > 176 or (odd and wide > 80)
     widths = (64, 80, 96, 48, 32, 16, 128) if narrow else (128, 112, 96, 80, 64, 192, 176, 160, 144, 48, 32, 16)
+    if p.dropout_p:  # a warpgroup less, and fewer registers: those of the drawers
+        groups, widths = tuple(g for g in groups if g < 3), tuple(n for n in widths if n <= 128)
     return ((g, n, s) for g in groups for n in widths for s in (6, 5, 4, 3, 2))
 
 
@@ -260,20 +263,29 @@ class Config(Schedule):
             return 184
         if self.groups < 3:
             wide = self.mask == 2 and max(self.dim, self.dim_v) > 160
-            return 184 if wide or (self.split and changed) else 192
+            most = 184 if wide or (self.split and changed) else 192
+            return most - (self.lent if self.p.dropout_p else 0)
         if changed:
             return 108 if self.near else 116
         return 132 if self.mask != 2 or self.block_n <= 96 else 120
 
     @property
     def of_dropout(self) -> int:
-        """Registers a thread that making the bits of a key tile takes, beside products that are under way."""
+        """Registers a thread that the bits of a key tile take, which say what stays, and more beside what is read for
+        every pair."""
         if not self.p.dropout_p:
             return 0
-        changed = 16 if self.p.program.score is not None and (self.mask or self.near) else 0
-        if self.groups == 3:
-            return changed + (192 if self.mask else 24)  # under a mask there are never so many
-        return changed + (32, 52, 64)[self.mask]
+        return self.drawn_bytes // 256 + (16 if self.near and self.p.program.score is not None else 0)
+
+    @property
+    def lent(self) -> int:
+        """Registers a thread that two warpgroups have less where there are drawers, by CONSUMER_REGISTERS."""
+        return 0 if self.groups == 1 else 16 if max(self.dim, self.dim_v) > 128 else 24
+
+    @property
+    def drawn_bytes(self) -> int:
+        """What the drawers write for 64 rows of a key tile."""
+        return 256 * -(-self.block_n // 32) if self.p.dropout_p else 0
 
     @cached_property
     def held(self) -> int:
@@ -283,7 +295,7 @@ class Config(Schedule):
         plain = self.p.program.score is None
         narrow = self.block_n <= 64 and plain and self.mask < 2
         most = self.registers if self.groups < 3 else 124 if narrow else 0
-        room = max(most - self.accumulators, 0) // 4
+        room = max(most - self.accumulators - self.of_dropout, 0) // 4
         return self.steps if room >= self.steps else room if plain else 0
 
     @property
@@ -374,6 +386,7 @@ class Config(Schedule):
         q_tile, k_tile = (-(-rows * qk // step) * step for rows in (64, self.block_n))
         barriers = self.stages_k + self.stages_v + 3 + q_buffers * self.groups  # 3: two of work tiles, and `next`
         barriers += near_stages * self.groups if self.brings else 0
+        barriers += DRAWN_STAGES * self.groups if self.p.dropout_p else 0
         aux = [self.p.program.aux[i] for i in self.near]
         near = sum(brought.tile_bytes(a, self.block_n) for a in aux if not a.dims)
         strips = sum(8 * (self.block_n + 16) for a in aux if a.dims)
@@ -381,6 +394,7 @@ class Config(Schedule):
         return Layout(
             q=q_buffers * self.groups * q_tile, k=self.stages_k * k_tile, v=self.stages_v * self.block_n * v,
             barriers=16 * barriers, jobs=2 * job, near=4 * self.groups * (near_stages * near + strips),
+            drawn=DRAWN_STAGES * self.groups * self.drawn_bytes,
         )  # fmt: skip
 
     @cached_property
@@ -612,7 +626,7 @@ def _part(binary: nvrtc.Binary, m: Config, fixed: dict[str, Any], grid: int, nam
     fixed = {"out_map": b"", "inputs": b"", "work": 0} | fixed
     taken = expressions.passed(m.params, m.p.program)
     fixed = {name: value for name, value in fixed.items() if name not in given}
-    kernel = nvrtc.Kernel(binary, taken, arch.WARPGROUP * (m.groups + 1), m.shared_bytes, fixed)
+    kernel = nvrtc.Kernel(binary, taken, 32 * m.tile.warps, m.shared_bytes, fixed)
     takes = {name: name for name in kernel.changing}
     return Part(kernel, grid, takes | ({"out": "outs", "lse": "sums"} if m.split else {}))
 

@@ -34,7 +34,7 @@ constexpr int OTHER_REGISTERS = GROUPS < 3 ? (WIDE_TILE > 128 ? 232 : 216) : WID
 constexpr int SPLITTER_REGISTERS = PARTED - (GROUPS == 3 ? 3 : 2) * OTHER_REGISTERS;
 // After what cuda/forward.cuh has in shared memory: units of a stage's keys and values, and room for a team that
 // splits. There is more, in the place of the tiles, before the first tile comes.
-constexpr int AT_UNITS = AFTER_NEAR, AT_ROOM = (AT_UNITS + 8 * STAGES_K + 15) & ~15;
+constexpr int AT_UNITS = AFTER_DRAWN, AT_ROOM = (AT_UNITS + 8 * STAGES_K + 15) & ~15;
 constexpr int ROOM_BYTES = TEAM_BYTES + (SplitK::bytes > SplitV::bytes ? SplitK::bytes : SplitV::bytes);
 static_assert(AT_UNITS == OFFSET_UNITS && AT_ROOM == OFFSET_ROOM && SHARED_BYTES >= AT_ROOM + ROOM_BYTES);
 constexpr int ROOMS = AT_ROOM / ROOM_BYTES + 1, TEAMS = ROOMS < WARPS / 2 ? ROOMS : WARPS / 2;  // before the first tile
