@@ -55,7 +55,7 @@ MERGE_COLUMNS = 128  # a thread a column
 PROMOTION = 128  # bytes, a row of a chunk: to fetch what lies beside it is a quarter more for L2 to read
 LISTED = PARAMS.followed_by(blocks.PARAMETERS)
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
-MAX_DIM, MAX_DROPOUT = 256, 160  # beyond the latter, drawers leave too few registers for a product beside two warpgroups
+MAX_DIM, MAX_DROPOUT = 256, 160  # beyond the latter, drawers leave two warpgroups too few registers for a product
 DRAWN_STAGES = 2  # with dropout, of bits that say which weights stay
 LISTED_DIMS = (64, 128)  # for which the kernel is cut to walk a list of key tiles
 
@@ -205,9 +205,10 @@ def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
         groups = (1, 2, 3) if slices == 1 else (3, 2, 1)
     narrow = wide > 176 or (odd and wide > 80)
     widths = (64, 80, 96, 48, 32, 16, 128) if narrow else (128, 112, 96, 80, 64, 192, 176, 160, 144, 48, 32, 16)
+    most = 128 if p.dropout_p else 192
     if p.dropout_p:  # a warpgroup less, and fewer registers: those of the drawers
-        groups, widths = tuple(g for g in groups if g < 3), tuple(n for n in widths if n <= 128)
-    return ((g, n, s) for g in groups for n in widths for s in (6, 5, 4, 3, 2))
+        groups = tuple(g for g in groups if g < 3)
+    return ((g, n, s) for g in groups for n in widths if n <= most for s in (6, 5, 4, 3, 2))
 
 
 def _padded(t: torch.Tensor) -> torch.Tensor:
@@ -285,7 +286,7 @@ class Config(Schedule):
     @property
     def drawn_bytes(self) -> int:
         """What the drawers write for 64 rows of a key tile."""
-        return 256 * -(-self.block_n // 32) if self.p.dropout_p else 0
+        return 256 * -(-self.block_n // 32)
 
     @cached_property
     def held(self) -> int:
@@ -394,7 +395,7 @@ class Config(Schedule):
         return Layout(
             q=q_buffers * self.groups * q_tile, k=self.stages_k * k_tile, v=self.stages_v * self.block_n * v,
             barriers=16 * barriers, jobs=2 * job, near=4 * self.groups * (near_stages * near + strips),
-            drawn=DRAWN_STAGES * self.groups * self.drawn_bytes,
+            drawn=DRAWN_STAGES * self.groups * self.drawn_bytes if self.p.dropout_p else 0,
         )  # fmt: skip
 
     @cached_property

@@ -135,7 +135,8 @@ class Schedule:
         splits = self.num_splits(sms) if groups == 1 else 1
         if (groups, splits) == (self.groups, self.tile.num_splits):
             return self.tile
-        return replace(self.tile, block_m=64 * groups, warps=self.tile.warps - 4 * (self.groups - groups), num_splits=splits)
+        warps = self.tile.warps - 4 * (self.groups - groups)
+        return replace(self.tile, block_m=64 * groups, warps=warps, num_splits=splits)
 
     @property
     def keys_once(self) -> int:
