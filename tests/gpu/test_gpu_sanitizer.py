@@ -46,9 +46,15 @@ of = Device.of
 Device.of = staticmethod(lambda device: replace(of(device), sm_count=2))  # each computes many tiles
 """
 MASKS = ', {"mask": mods.document(*(torch.arange(n, device="cuda")[None] // 50 for n in (200, 330)))}, {"softcap": 3.0}'
+DROPOUT = ', {"dropout_p": 0.2, "dropout_seed": 3}, {"dropout_p": 0.2, "dropout_seed": 3, "causal": True}'
 CASES = {
-    "hopper_forward": {"dtype": "bfloat16", "dims": (40, 128, 256), "backward": False, "others": MASKS},
-    "hopper_backward": {"dtype": "bfloat16", "dims": (64, 96, 192), "backward": True, "others": ', {"softcap": 3.0}'},
+    "hopper_forward": {"dtype": "bfloat16", "dims": (40, 128, 256), "backward": False, "others": MASKS + DROPOUT},
+    "hopper_backward": {
+        "dtype": "bfloat16",
+        "dims": (64, 96, 192),
+        "backward": True,
+        "others": DROPOUT + ', {"softcap": 3.0}',
+    },
     "hopper_wide_backward": {"dtype": "float16", "dims": (136, 256), "backward": True, "others": ""},
     "hopper_fp32": {"dtype": "float32", "dims": (64, 128), "backward": False, "others": MASKS},
     "hopper_fp32_backward": {"dtype": "float32", "dims": (64,), "backward": True, "others": ""},
