@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
 
 import sartor
 from sartor.integrations import torch as ours
@@ -180,6 +181,33 @@ def test_other_tensors_are_left_to_themselves(calls):
     with ours.activate(), pytest.warns(UserWarning, match="Subclass"):
         found = F.scaled_dot_product_attention(q.as_subclass(Subclass), k, v)
     assert type(found) is Subclass
+    assert not calls
+
+
+def test_a_default_device_is_no_reason(fresh, calls):
+    """Nor is one said: `torch.set_default_device` is a mode that sees every call."""
+    q, k, v = qkv(1, 2, 5, 8, requires_grad=False)
+    with ours.activate(), torch.device("cpu"), warnings.catch_warnings():
+        warnings.filterwarnings("error", "PyTorch computes this attention")
+        F.scaled_dot_product_attention(q, k, v)
+        F.scaled_dot_product_attention(torch.nn.Parameter(q), k, v)
+        torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="eager")(q, k, v)
+    assert len(calls) == 3
+
+
+class Mode(TorchFunctionMode):
+    """Sees every call of PyTorch's functions."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen = func
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_others_see_pytorchs_function(calls):
+    q, k, v = qkv(1, 2, 5, 8, requires_grad=False)
+    with ours.activate(), Mode() as mode, pytest.warns(UserWarning, match="a mode is to see .* got Mode"):
+        F.scaled_dot_product_attention(q, k, v)
+    assert mode.seen is ours.PYTORCHS
     assert not calls
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 
 import cases
 import pytest
@@ -214,7 +215,8 @@ def test_modules_refused(world):
 def while_active(groups):
     """Within `activate()` too, which puts another function in the place of PyTorch's."""
     (q, k, v), group, whole = shards(groups, kind="contiguous")
-    with activate(), context.context_parallel(group=group, method="ring"):
+    with activate(), context.context_parallel(group=group, method="ring"), warnings.catch_warnings():
+        warnings.filterwarnings("error", "PyTorch computes this attention")
         found = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
     whole = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in whole))
     torch.testing.assert_close(found, context.shard(whole, Sharding.make("contiguous", 32, 2), dist.get_rank(), dim=2))

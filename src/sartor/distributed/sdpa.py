@@ -20,6 +20,8 @@ PYTORCHS = torch._C._nn.scaled_dot_product_attention  # whatever `torch.nn.funct
 class _Replaced(TorchFunctionMode):
     """Calls of PyTorch's attention go to another function, those that `nn.MultiheadAttention` makes too."""
 
+    takes_attention = True  # for `sartor.integrations.torch`, whose function stands in the place of PyTorch's
+
     def __init__(self, other: Callable[..., Tensor]) -> None:
         super().__init__()
         self.other = other

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C import _disabled_torch_function_impl
 from torch.fx import Proxy
 from torch.jit._builtins import _register_builtin
-from torch.overrides import has_torch_function
+from torch.overrides import _get_current_function_mode_stack, has_torch_function
+from torch.utils._device import DeviceContext
 
 from sartor.api import attention
 from sartor.compat.torch_sdpa import scaled_dot_product_attention as by_sartor
@@ -97,7 +99,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """PyTorch's function, by Sartor where it can."""
-    if isinstance(query, Proxy):  # while torch.fx traces: PyTorch's function is what its graph is to name
+    if isinstance(query, Proxy) or _taken():  # while torch.fx traces: PyTorch's function is what its graph is to name
         given = query, key, value, attn_mask, dropout_p, is_causal
         return PYTORCHS(*given, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
     reason = _why_not(query, key, value)
@@ -115,6 +117,11 @@ def scaled_dot_product_attention(
     return found
 
 
+def _taken() -> bool:
+    """Whether a mode takes calls of PyTorch's function elsewhere."""
+    return any(getattr(mode, "takes_attention", False) for mode in _get_current_function_mode_stack())
+
+
 def _why_not(query: Tensor, key: Tensor, value: Tensor) -> str:
     """What is known before; a call in which an error is raised and caught cannot be compiled as a whole."""
     three = query, key, value
@@ -125,9 +132,13 @@ def _why_not(query: Tensor, key: Tensor, value: Tensor) -> str:
         return "query, key and value must be dense tensors, or jagged nested ones all"
     if max(t.shape[-1] for t in three) > MAX_DIM:
         return f"head dims must be at most {MAX_DIM}, got {query.shape[-1]} and {value.shape[-1]}"
-    if not any(nested) and has_torch_function(three):
-        return f"query, key and value must be plain tensors, got {', '.join(type(t).__name__ for t in three)}"
-    return ""
+    if any(nested) or not has_torch_function(three):
+        return ""
+    kinds = [type(t) for t in three]
+    if any(kind is not Tensor and kind.__torch_function__ is not _disabled_torch_function_impl for kind in kinds):
+        return f"query, key and value must be plain tensors, got {', '.join(kind.__name__ for kind in kinds)}"
+    modes = [type(mode).__name__ for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+    return f"a mode is to see calls of PyTorch's functions, got {', '.join(modes)}" if modes else ""
 
 
 @torch.compiler.assume_constant_result  # which says it while a graph is made, and breaks none
