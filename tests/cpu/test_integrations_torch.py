@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
@@ -270,11 +271,12 @@ def test_strided_nested_tensors_are_pytorchs(calls):
 def test_varlen(window):
     varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen_attn")
     q, k, v = qkv(9, 4, 8)
-    k, v = (t[:, :2].detach().requires_grad_() for t in (k, v))
+    shared = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+    k, v = (t[:, : 2 if shared else 4].detach().requires_grad_() for t in (k, v))
     ends = torch.tensor([0, 6, 9], dtype=torch.int32)
 
     def run():
-        return varlen.varlen_attn(q, k, v, ends, ends, 6, 6, window_size=window, enable_gqa=True)
+        return varlen.varlen_attn(q, k, v, ends, ends, 6, 6, window_size=window, **shared)
 
     with ours.activate():
         found = with_gradients(run, [q, k, v])
