@@ -273,10 +273,11 @@ class Config(Schedule):
     @property
     def of_dropout(self) -> int:
         """Registers a thread that the bits of a key tile take, which say what stays, and more beside what is read for
-        every pair."""
+        every pair, or a mask that is no interval."""
         if not self.p.dropout_p:
             return 0
-        return self.drawn_bytes // 256 + (16 if self.near and self.p.program.score is not None else 0)
+        beside = 16 if self.near and self.p.program.score is not None else 4 if self.mask == 2 else 0
+        return self.drawn_bytes // 256 + beside
 
     @property
     def lent(self) -> int:
