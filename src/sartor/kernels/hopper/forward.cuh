@@ -1,6 +1,6 @@
 // Attention forward of float16 and bfloat16 for Hopper (sm_90a). A block is persistent. Its producer warpgroup has the
 // tile scheduler, which finds query tiles, and the loader, which brings tiles by TMA; one to three consumer warpgroups
-// multiply.
+// multiply. With dropout they are one or two, and the last warpgroup finds which weights stay.
 //
 // A consumer warpgroup owns 64 query rows. In its mainloop this key tile's Q K^T and the last one's P V are under way
 // together, and the softmax of the new scores runs beside P V (Shah et al. 2024, FlashAttention-3, sections 3.1 and
