@@ -46,6 +46,14 @@ DEVICE bool stays(u64 seed, u32 steps, int batch, int head, int query, int key) 
   return decide(c[0], steps) >> (8 * (2 * (query / 8 % 2) + key / 8 % 2) + 7 - 2 * (query % 2) - key % 2) & 1;
 }
 
+// All bits of two packed numbers, where byte `byte` of `even` and `odd` has its highest bit: a permutation says it of each
+// byte that it picks
+DEVICE u32 both_masks(u32 even, u32 odd, int byte) {
+  u32 all;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(even), "r"(odd), "r"(0xcc88 + 0x1111 * byte));
+  return all;
+}
+
 // The lanes of a warp read one seed: by the shuffles the compiler knows that
 DEVICE u64 read_seed(const u64* from) {
   u32 low, high;
@@ -84,10 +92,7 @@ template <int N, bool ACROSS = false> struct Stay {
   // For the two numbers of columns 8 * (i / 2) and row i % 2, packed: all bits of those that stay
   DEVICE u32 mask(int i) const {
     const int t = i / 4, byte = ACROSS ? 2 * (i / 2 % 2) + i % 2 : 2 * (i % 2) + i / 2 % 2;
-    const u32 even = bits[t / 4] << at(t, 0), odd = bits[t / 4] << at(t, 1);
-    u32 all;  // the highest bit of a byte, eight times
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(even), "r"(odd), "r"(0xcc88 + 0x1111 * byte));
-    return all;
+    return both_masks(bits[t / 4] << at(t, 0), bits[t / 4] << at(t, 1), byte);
   }
   // One of them, x, or 0: by its bit, or by half of the mask of both, which takes registers and no predicates
   DEVICE float by_bit(float x, int i, int e) const {
@@ -101,8 +106,8 @@ template <int N, bool ACROSS = false> struct Stay {
   }
 };
 
-// Of 64 rows and N columns of the forward, made by two warps for four others: words in shared memory, each of two patches
-// side by side
+// The same in a forward, where two warps make the bits of 64 rows and N columns for the four warps that multiply: words in
+// shared memory, each of two patches side by side
 template <int N> struct Drawn {
   enum : int { WORDS = (N + 31) / 32, BYTES = 256 * WORDS };  // a thread's; a warpgroup's
   u32 bits[WORDS];  // of a thread's row r and column 32 w + 16 t + 8 k + e of its: bit 7 - 4 t - e of byte 2 r + k
@@ -126,9 +131,7 @@ template <int N> struct Drawn {
   // For the two numbers of columns 8 * (i / 2) and row i % 2, packed: all bits of those that stay
   DEVICE u32 mask(int i) const {
     const int t = i / 4, byte = 2 * (i % 2) + i / 2 % 2;
-    const u32 even = bits[t / 2] << 4 * (t % 2), odd = even << 1;
-    u32 all;  // the highest bit of a byte, eight times
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(even), "r"(odd), "r"(0xcc88 + 0x1111 * byte));
-    return all;
+    const u32 even = bits[t / 2] << 4 * (t % 2);
+    return both_masks(even, even << 1, byte);
   }
 };

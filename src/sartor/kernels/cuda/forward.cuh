@@ -47,7 +47,7 @@ enum : int { DRAWN_RING = DROPOUT ? 2 : 0 };   // tiles of bits that say which w
 using Drawing = Drawn<BLOCK_N>;
 
 // ---- layout of shared memory, as Config.laid_out has it: tiles, pairs of barriers (full, empty), work tiles, near
-// values
+// values, bits that say which weights stay
 constexpr int AT_K = Q_BUFFERS * GROUPS * QTile::bytes, AT_V = AT_K + STAGES_K * KTile::bytes;
 constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
 enum : int { AT_NEAR_BARRIERS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + 3 + Q_BUFFERS * GROUPS) };  // 3: jobs and next
@@ -66,7 +66,7 @@ struct Rings {
   Ring<1> next;  // full when the loader has come to the key tile at which the scheduler may claim another work tile
   Ring<Q_BUFFERS> q;
   Ring<NEAR_RING> near;  // of near values, if the producer brings them
-  Ring<DRAWN_RING> drawn;
+  Ring<DRAWN_RING> drawn;  // of bits that say which weights stay, which two drawers write for each group
   DEVICE Rings(u32 base, int group)
       : k(base + AT_BARRIERS), v(k.bars + 16 * STAGES_K), jobs(v.bars + 16 * STAGES_V),
         next(jobs.bars + 32), q(next.bars + 16 + 16 * Q_BUFFERS * group),
@@ -291,7 +291,8 @@ DEVICE void bring_all(u32 base, int bringer, const Shape& n, const Aux& x) {
   }
 }
 
-// ---- drawers: a warpgroup that finds which weights stay, ahead of the consumers; a warp for half of the rows of one
+// ---- drawers: a warpgroup that finds which weights stay, ahead of the consumers: each of its warps for half of the rows of
+// a consumer warpgroup
 #if DROPOUT
 template <class Params> DEVICE void draw_all(u32 base, int group, int half, const Params& t, const Shape& n) {
   static_assert(ROWS == 64 && !LISTED, "a patch is of one head, and j a key tile");
@@ -357,12 +358,6 @@ struct Worker {
     release(rings.near.empty()), rings.near.next();
   }
 
-  // Which weights of this key tile stay
-  DEVICE void read_drawn(Drawing& drawing) {
-    rings.drawn.await_full();
-    drawing.read(base + AT_DRAWN + (GROUPS * rings.drawn.stage() + group) * Drawing::BYTES, warp, lane);
-    done_drawn();
-  }
   DEVICE void done_drawn() {
     __syncwarp();  // all lanes have read theirs
     release(rings.drawn.empty()), rings.drawn.next();

@@ -57,9 +57,11 @@ struct Consumer : Worker {
   DEVICE Consumer(const Params& t, const Shape& n, const Aux& x, u32 base, int group)
       : Worker(t, n, x, base, group), factor(t.factor), scale(t.scale) {}
 
-  DEVICE void draw() {  // for this key tile, while its scores are made
+  DEVICE void read_drawn() {  // which weights of this key tile stay, while its scores are made
 #if DROPOUT
-    read_drawn(stay);
+    rings.drawn.await_full();
+    stay.read(base + AT_DRAWN + (GROUPS * rings.drawn.stage() + group) * Drawing::BYTES, warp, lane);
+    done_drawn();
 #endif
   }
 
@@ -117,7 +119,7 @@ struct Consumer : Worker {
     wgmma_fence();
     multiply_pv();
     pass_turn();
-    draw();
+    read_drawn();
   }
 
   // ---- mainloop: the key tiles of a query tile, from the last to the first
@@ -258,7 +260,7 @@ struct Consumer : Worker {
     wgmma_fence();
     multiply_qk();
     if (turn) await_turn(), pass_turn();
-    draw();
+    read_drawn();
     wgmma_wait<0>();
     pin(s);
     done_k();
@@ -295,7 +297,7 @@ struct Consumer : Worker {
     pin(s);
     wgmma_fence();
     multiply_qk();
-    draw();
+    read_drawn();
     scale_output(last), store_over_values(last);
     wgmma_wait<0>();
     pin(s);

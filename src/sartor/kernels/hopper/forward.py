@@ -205,10 +205,10 @@ def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
         groups = (1, 2, 3) if slices == 1 else (3, 2, 1)
     narrow = wide > 176 or (odd and wide > 80)
     widths = (64, 80, 96, 48, 32, 16, 128) if narrow else (128, 112, 96, 80, 64, 192, 176, 160, 144, 48, 32, 16)
-    most = 128 if p.dropout_p else 192
-    if p.dropout_p:  # a warpgroup less, and fewer registers: those of the drawers
-        groups = tuple(g for g in groups if g < 3)
-    return ((g, n, s) for g in groups for n in widths if n <= most for s in (6, 5, 4, 3, 2))
+    most_groups, most_keys = (2, 128) if p.dropout_p else (3, 192)  # the drawers are a warpgroup, and take registers
+    return (
+        (g, n, s) for g in groups if g <= most_groups for n in widths if n <= most_keys for s in (6, 5, 4, 3, 2)
+    )  # fmt: skip
 
 
 def _padded(t: torch.Tensor) -> torch.Tensor:
