@@ -433,8 +433,7 @@ def test_tensors_an_element_further():
 @pytest.mark.parametrize("options", sample([*MASKS, {"deterministic": True}], lambda options: options == {}), ids=str)
 @pytest.mark.parametrize("dim", sample([64, 96, 128, 160], lambda dim: dim == 128))
 def test_dropout(dim, options):
-    """At head dim 64 scores, their gradients and two results fill the registers: of the latter a few words are kept in
-    local memory over each tile."""
+    """At head dim 64, of dk and dv made by themselves a few words are kept in local memory over each tile."""
     given = {"dropout_p": 0.1, "dropout_seed": meta(1, dtype=torch.int64)}
     for config in Config.all(problem(dim, **given, **options)):
-        assert "hopper_backward" in sound(config, spills=160 if dim == 64 else 0)
+        assert "hopper_backward" in sound(config, spills=32 if dim == 64 and "deterministic" in options else 0)

@@ -135,3 +135,33 @@ template <int N> struct Drawn {
     return both_masks(even, even << 1, byte);
   }
 };
+
+// The same in a backward in one sweep, with 128 keys along the rows and N queries
+template <int N> struct DrawnAcross {
+  enum : int { WORDS = 4 * (N / 32), BYTES = 128 * WORDS };  // a warp's, each of 32 keys and 32 queries
+  u32 bits;  // of this thread's key r and query 16 t + 8 k + e of its 32: bit 6 - 4 t - 2 e of byte 2 k + r
+
+  // Every `warps`-th of the words, from `warp` on; `query`, `key`: the first, in sixteens
+  static DEVICE void draw(u32 to, int warp, int warps, u64 seed, u32 steps, int batch, int head, int query, int key) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int i = warp; i < WORDS; i += warps) {
+      const u32 of_key = 4 * key + 8 * (i & 3) + (lane >> 2), of_query = 4 * (query + (i >> 2) * 2) + (lane & 3);
+      u32 c[2][4] = {{of_key, of_query, u32(head), u32(batch)}, {of_key, of_query + 4, u32(head), u32(batch)}};
+      philox(c, seed);
+      const u32 both = (decide(c[0], steps) & 0xf0f0f0f0) | (decide(c[1], steps) >> 4 & 0x0f0f0f0f);
+      shared_store(to + 128 * i + 4 * lane, both);
+    }
+  }
+  // The i-th 32 queries; `thread`: of those that share the keys
+  DEVICE void read(u32 from, int i, int thread) {
+    bits = u32(shared_load(from + 512 * i + 16 * (thread >> 3) + 4 * (thread & 3))) >> (thread & 4 ? 0 : 1);
+  }
+  // Of the i-th eight queries of these and key r: 2, or 0 where the weight goes. A byte is the highest of a float, so that
+  // no mask is made of a bit: a product with it takes the place of an `and`, and of those there is little room
+  DEVICE float twice(int i, int r, int e) const {
+    u32 x = bits << (4 * (i / 2) + 2 * e) & 0x40404040;
+    asm("prmt.b32 %0, %0, 0, %1;" : "+r"(x) : "r"(0x444 + 0x1000 * (2 * (i % 2) + r)));
+    return __int_as_float(x);
+  }
+};

@@ -28,22 +28,26 @@
 // stored, 2 added up), BURIES (hopper/buried.cuh), BF16; PREPROCESS (whether `preprocess` is in this text too) and for it
 // WIDE (whether out has float32).
 #pragma once
+#include "cuda/dropout.cuh"
 #include "cuda/gradient.cuh"
 #include "cuda/wgmma.cuh"
+
+#define DRAWN (DROPOUT && FUSED)  // whether warps that load also find which weights stay
 
 using Held = Staged<DIM, 64, WIDTH>;
 using Tile = Staged<DIM, BLOCK, WIDTH>;
 using Half = Half16<BF16>;
 constexpr bool RISES = SCORE == 2 && DX;  // whether there are derivatives of the score function to multiply with
 constexpr int STEPS = DIM / 16, HELD = 1 + DX;  // HELD: tiles of a warpgroup
-constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24, CONSUMER_REGISTERS = GROUPS == 3 ? 160 : ADDER ? 208 : 240;
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : DRAWN ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : ADDER ? 208 : DRAWN ? 232 : 240;
 
 constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, of a warpgroup and of a warp
 constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's last three products, not the second
 
 // ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, dS of two tiles (FUSED), a tile of a 16-bit
 // tensor (ADDED) and a tile of a bool one (SEEN), of each stage lse, delta and highest scores (BURIES) of its rows (KEYS)
-// and bits (SEEN), intervals of the held rows (SHARED_SPANS), barriers, room to begin on 1024
+// and bits (SEEN, DRAWN), intervals of the held rows (SHARED_SPANS), barriers, room to begin on 1024
 using DsTile = Staged<64 * GROUPS, BLOCK, 64>;  // dS, queries by keys: a chunk a warpgroup
 constexpr int AT_STAGES = HELD * GROUPS * Held::bytes, STAGE_BYTES = (2 - APART) * Tile::bytes;
 constexpr int AT_Y = AT_STAGES + STAGES * STAGE_BYTES;  // APART
@@ -51,7 +55,7 @@ constexpr int AT_DS = AT_Y + APART * Tile::bytes;
 constexpr int AT_ADDED = AT_DS + FUSED * 2 * DsTile::bytes, AT_RAW = AT_ADDED + ADDED * DsTile::bytes;
 constexpr int RAW_BYTES = (SEEN > 0) * BLOCK * 64 * GROUPS;
 constexpr int AT_ROWS = AT_RAW + RAW_BYTES, DELTA = 4 * BLOCK, HIGH = 8 * BLOCK, BITS = (8 + 4 * BURIES) * BLOCK;
-constexpr int ROWS_BYTES = (KEYS ? (8 + 4 * BURIES) * BLOCK : 0) + RAW_BYTES / 8;
+constexpr int ROWS_BYTES = (KEYS ? (8 + 4 * BURIES + 16 * DRAWN) * BLOCK : 0) + RAW_BYTES / 8;
 constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + SHARED_SPANS * (1 + PERSISTENT) * (16 * 64 * GROUPS + 16 * PERSISTENT);
 #if SHARED_SPANS
 constexpr int AT_SPANS = AT_ROWS + STAGES * ROWS_BYTES;
@@ -67,6 +71,12 @@ static_assert(!ADDER || (FUSED && !PERSISTENT && !SCORE && !SEEN && MASK < 2));
 static_assert((!SEEN || MASK == 2) && (!(SEEN || ADDED) || (FUSED && !PERSISTENT)));
 static_assert(AT_BARRIERS == OFFSET_BARRIERS);
 static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + 2 * PERSISTENT : APART) + ADDED) + 1024);
+
+#if DRAWN
+enum : int { DRAWERS = 4 - PERSISTENT };  // warps that draw: all that load but the one that claims rows
+using Drawing = DrawnAcross<BLOCK>;
+static_assert(Drawing::BYTES == 16 * BLOCK && GROUPS == 2 && KEYS && !SEEN);
+#endif
 
 struct Rings {
 #if PERSISTENT
@@ -90,7 +100,7 @@ struct Rings {
 #else
     barrier_init(held, HELD * GROUPS);
 #endif
-    tiles.init(4 * GROUPS, 2 - APART + KEYS * (1 + DX) + (SEEN > 0));
+    tiles.init(4 * GROUPS, 2 - APART + KEYS * (1 + DX) + (SEEN > 0) + DRAWN * (2 - PERSISTENT));
 #if APART
     y.init(4 * GROUPS);
 #endif
@@ -103,7 +113,6 @@ struct Rings {
 };
 
 #include "cuda/backward.cuh"
-#include "cuda/dropout.cuh"
 #if SEEN
 #include "hopper/seen.cuh"
 #endif
@@ -120,6 +129,18 @@ DEVICE void store_sums(const float (&sum)[DIM / 2], float* to) {
   UNROLL for (int i = 0; i < DIM / 8; i++)
     *reinterpret_cast<float4*>(to + 512 * i) = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
 }
+#endif
+
+#if DRAWN
+// ---- drawers: the warps of the producer find which weights stay, each its share of a tile, as early as its stage is free
+struct Drawer {
+  u64 seed;
+  DEVICE Drawer(const Task& task) : seed(read_seed(task.t.seed)) {}
+  DEVICE void draw(u32 base, const Rings& rings, const Task& task, int g, int j, int warp) const {
+    const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + BITS;
+    Drawing::draw(to, warp, DRAWERS, seed, task.t.steps, task.batch, task.query_head(g), j * (BLOCK / 16), task.first / 16);
+  }
+};
 #endif
 
 // ---- producer: one warp loads tiles by TMA, others bring lse and delta
@@ -143,6 +164,9 @@ DEVICE void load(u32 base, Task task) {  // one warp; its first thread starts th
       }
     }
   };
+#if DRAWN
+  const Drawer drawer(task);
+#endif
   task.walk(hold, [&, rings](int g, int j) mutable {
     const int head = task.other(g);
     rings.tiles.await_empty();
@@ -151,6 +175,11 @@ DEVICE void load(u32 base, Task task) {  // one warp; its first thread starts th
       Tile::load(to, &t.x, rings.tiles.full(), EVICT_LAST, BLOCK * j, head, task.batch);
       if (!APART) Tile::load(to + Tile::bytes, &t.y, rings.tiles.full(), EVICT_LAST, BLOCK * j, head, task.batch);
     }
+#if DRAWN
+    drawer.draw(base, rings, task, g, j, 0);
+    __syncwarp();  // all lanes have written
+    if (lead) barrier_arrive(rings.tiles.full());
+#endif
     rings.tiles.next();
 #if APART
     rings.y.await_empty();
@@ -177,7 +206,11 @@ DEVICE void bring_rows(u32 base, Task task, const float* from, float past, u32 p
   const int lane = threadIdx.x & 31;
   Rings rings(base);
 #if DROPOUT
-  const float by = place == DELTA ? 1.f / task.t.stay_scale : 1.f;  // as gradients are, until they are stored
+  // as gradients are, until they are stored; beside half of a weight twice
+  const float by = place == DELTA ? (1 + DRAWN) / task.t.stay_scale : 1.f;
+#endif
+#if DRAWN
+  const Drawer drawer(task);
 #endif
   task.walk(Nothing{}, [&, rings](int g, int j) mutable {
     const float* of_head = from + task.row(g);
@@ -190,6 +223,7 @@ DEVICE void bring_rows(u32 base, Task task, const float* from, float past, u32 p
       x[i] = at < task.stepped() ? of_head[at] : past;
 #if DROPOUT
       x[i] *= by;
+      if (DRAWN && place == 0) x[i] += 1.f;  // for half of each weight
 #endif
 #if BURIES
       if (place == 0) high[i] = at < task.stepped() ? task.high(g)[at] : 0.f;
@@ -204,18 +238,35 @@ DEVICE void bring_rows(u32 base, Task task, const float* from, float past, u32 p
         if (place == 0) shared_store(to + HIGH + 128 * i, __float_as_int(high[i]));
 #endif
       }
+#if DRAWN
+    drawer.draw(base, rings, task, g, j, 1 + (place == DELTA));
+#endif
     __syncwarp();
     if (lane == 0) barrier_arrive(rings.tiles.full());
     rings.tiles.next();
   });
 }
 
+#if DRAWN
+DEVICE void draw_all(u32 base, Task task) {  // by a warp that brings nothing else
+  Rings rings(base);
+  const Drawer drawer(task);
+  task.walk(Nothing{}, [&, rings](int g, int j) mutable {
+    rings.tiles.await_empty();
+    drawer.draw(base, rings, task, g, j, 3);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive(rings.tiles.full());
+    rings.tiles.next();
+  });
+}
+#endif
+
 struct Consumer : Worker {
   Rings rings;
   float s[BLOCK / 2], dp[BLOCK / 2], dx[DIM / 2], dy[DIM / 2];
   u32 a[BLOCK / 4], b[BLOCK / 4];  // weights and score gradients as A operands
   float lse[2], delta[2];          // of held queries
-#if DROPOUT
+#if DROPOUT && !DRAWN
   Stay<BLOCK, KEYS> stay;
 #endif
 #if BURIES
@@ -319,7 +370,7 @@ struct Consumer : Worker {
     }
   }
 #endif
-  DEVICE void weigh() {  // weights in place of scores, 1 at most, however lse was rounded
+  DEVICE void weigh() {  // weights in place of scores, 1 at most, however lse was rounded; with DRAWN half of them
     const u32 at = rows_at();
     UNROLL for (int i = 0; i < BLOCK / 8; i++) {
       float column[2];
@@ -334,17 +385,28 @@ struct Consumer : Worker {
 #if BURIES
           w -= KEYS ? top[e] : high[r];
 #endif
-          w = power2(-larger(fmaf(-w, factor, KEYS ? column[e] : lse[r]), 0.f));
+          w = power2(-larger(fmaf(-w, factor, KEYS ? column[e] : lse[r]), DRAWN));
         }
     }
   }
   DEVICE void differentiate() {  // dS and weights as A operands; the compiler drops what is not multiplied
     const u32 from = rows_at() + DELTA;
+#if DRAWN
+    Drawing stay;
+#endif
     UNROLL for (int i = 0; i < BLOCK / 8; i++) {
       float column[2];
       if (KEYS && DX) read_two(column, from + 32 * i);
+#if DRAWN
+      if (i % 4 == 0) stay.read(rows_at_first() + BITS, i / 4, opaque(threadIdx.x) - 128);
+#endif
       UNROLL for (int r = 0; r < 2; r++) {
         const int at = 4 * i + 2 * r;
+#if DRAWN
+        const float w[2] = {s[at] * stay.twice(i % 4, r, 0), s[at + 1] * stay.twice(i % 4, r, 1)};  // those that stay
+        float low = fmaf(w[0], dp[at], -s[at] * column[0]), high = fmaf(w[1], dp[at + 1], -s[at + 1] * column[1]);
+#else
+        const float w[2] = {s[at], s[at + 1]};
 #if DROPOUT
         const u32 mask = stay.mask(2 * i + r);
         if (DX)
@@ -353,10 +415,11 @@ struct Consumer : Worker {
 #endif
         float low = s[at] * (dp[at] - (KEYS ? column[0] : delta[r]));
         float high = s[at + 1] * (dp[at + 1] - (KEYS ? column[1] : delta[r]));
+#endif
         if (DADDED && MASK) low = s[at] == 0.f ? 0.f : low, high = s[at + 1] == 0.f ? 0.f : high;  // hidden, whatever dp is
         if (RISES) low *= Half::widen(u16(b[2 * i + r])), high *= Half::widen(u16(b[2 * i + r] >> 16));
-        a[2 * i + r] = Half::pack(s[at], s[at + 1]), b[2 * i + r] = Half::pack(low, high);
-#if DROPOUT
+        a[2 * i + r] = Half::pack(w[0], w[1]), b[2 * i + r] = Half::pack(low, high);
+#if DROPOUT && !DRAWN
         a[2 * i + r] &= mask;
 #endif
       }
@@ -442,7 +505,7 @@ struct Consumer : Worker {
     wgmma_fence();
 #endif
     if (DX) multiply_rows(dp, held_at() + Held::bytes, y);
-#if DROPOUT
+#if DROPOUT && !DRAWN
     const int own = first() + (row & ~15);  // the first of the warp's rows
     stay.draw(read_seed(task.t.seed), task.t.steps, task.batch, task.query_head(g), own, j * (BLOCK / 16), lane);
 #endif
@@ -678,6 +741,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 * ADDER, 1) hopper_ba
 #endif
 #if DADDED
     if (warp == 3) keep_ds(base, task);
+#endif
+#if DRAWN && !PERSISTENT
+    if (warp == 3) draw_all(base, task);
 #endif
   };
   const auto multiply = [&](int group) { Consumer(task, base, group).run(); };

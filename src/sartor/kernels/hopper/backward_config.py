@@ -202,7 +202,8 @@ class Config:
         told = spans * self.groups * 16 * arch.ROWS + 16 * self.persistent  # and which rows they are
         keys = self.groups * arch.ROWS
         raw, added = (self.seen > 0) * self.block * keys, self.added is not None
-        numbers = (8 + 4 * self.p.program.buries) * self.block * self.keys
+        drawn = self.fused and self.p.dropout_p > 0
+        numbers = (8 + 4 * self.p.program.buries + 16 * drawn) * self.block * self.keys
         return Layout(
             held=held * self.groups * arch.ROWS * row, stages=stages * (1 if self.apart else 2) * tile,
             y=tile if self.apart else 0, ds=2 * 2 * arch.ROWS * self.block * self.groups if self.fused else 0,
