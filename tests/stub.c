@@ -7,15 +7,20 @@
 #include <string.h>
 
 typedef struct {
+  unsigned id, unused, value[16];
+} Attribute;
+
+typedef struct {
   unsigned shape[7];
-  void *stream, *attributes;
+  void *stream;
+  const Attribute *attributes;
   unsigned count;
 } Config;
 
 static unsigned char told[1 << 20];
 static size_t length;
 static int quiet, refusals, refusal;
-int stub_capturing;
+int stub_capturing, stub_version;
 void *stub_stream, *stub_context = (void *)1;  // torch's current ones
 
 static void note(const void *from, size_t size) {
@@ -32,11 +37,14 @@ int cuLaunchKernelEx(const Config *config, const unsigned *function, void **para
   if (refusals && refusals--) return refusal;
   if (quiet) return 0;
   note(config->shape, sizeof config->shape);
-  note(&config->stream, 8), note(&config->attributes, 8), note(&config->count, 4), note(&extra, 8);
+  note(&config->stream, 8), note(&config->count, 4), note(&extra, 8);
+  if (config->count) note(config->attributes, config->count * sizeof(Attribute));
   note(&function, 8);
   for (unsigned i = 0; i < function[0]; i++) note(parameters[i], function[1 + i]);
   return 0;
 }
+
+int cuDriverGetVersion(int *version) { return *version = stub_version, 0; }
 
 static uint64_t mixed(uint64_t hash, const void *from, size_t size) {
   for (size_t i = 0; i < size; i++) hash = (hash ^ ((const unsigned char *)from)[i]) * 1099511628211u;

@@ -25,6 +25,7 @@ def size(letter: str) -> int:
 Grid = tuple[int, int, int]
 Form = tuple[Sequence[str], tuple[int, ...], tuple[int, ...] | None]  # letters, which are fixed, what the others take
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+OVERLAPS = 12030  # the CUDA version from which on a graph takes launches that overlap
 
 
 class LaunchError(RuntimeError):
@@ -45,6 +46,13 @@ def declare(library: Any) -> None:
     library.cuLaunchKernelEx.argtypes = [pointer] * 4
     encode = library.cuTensorMapEncodeTiled
     encode.argtypes = [pointer, integer, integer, pointer, pointer, pointer, pointer, pointer, *[integer] * 4]
+
+
+def overlaps() -> bool:
+    """Whether a launch may begin before the one before it has ended, in a graph too."""
+    version = ctypes.c_int()
+    library().cuDriverGetVersion(ctypes.byref(version))
+    return version.value >= OVERLAPS
 
 
 def name_of(status: int) -> str:
@@ -84,6 +92,8 @@ class Step(NamedTuple):
         name: the kernel's, for messages.
         block: threads a block.
         shared: bytes of dynamic shared memory a block.
+        overlaps: whether it may begin before the launch before it has ended (programmatic dependent launch), of which it
+            needs nothing.
     """
 
     letters: Sequence[str]
@@ -94,6 +104,7 @@ class Step(NamedTuple):
     grid: Grid = (1, 1, 1)
     block: int = 1
     shared: int = 0
+    overlaps: bool = False
 
     @property
     def form(self) -> Form:
@@ -112,8 +123,17 @@ def taken(letters: Sequence[str], fixed: tuple[int, ...], given: tuple[int, ...]
     return dict(zip(changing, range(len(changing)) if given is None else given, strict=True))
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_uint), ("unused", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
+
+
+OVERLAP = _Attribute(6, 0, (ctypes.c_uint * 16)(1))  # programmatic stream serialization
+
+
 class _Config(ctypes.Structure):
-    """CUlaunchConfig, without attributes."""
+    """CUlaunchConfig."""
 
     _fields_ = [
         ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
@@ -175,6 +195,9 @@ class Frame:
         arrays = zip(layout.arrays, layout.places, strict=True)
         self.pointers = [array(*[begin + place for place in places]) for array, places in arrays]
         self.configs = [_Config(step.grid, (step.block, 1, 1), step.shared) for step in steps]
+        for config, step in zip(self.configs, steps, strict=True):
+            if step.overlaps:
+                config.attributes, config.count = ctypes.addressof(OVERLAP), 1
         self.stream, self.grid = 0, steps[0].grid
         starts = zip(self.configs, steps, self.pointers, strict=True)
         self.starts = [(ctypes.addressof(c), step.function, ctypes.addressof(at), 0) for c, step, at in starts]

@@ -9,7 +9,7 @@ have more to do otherwise. Whatever is unusual goes the way of all calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from sartor.guards import each_once, guard
 from sartor.kernels.cuda import host
 from sartor.kernels.spec import Operands, allocate_out
 from sartor.lengths import values
-from sartor.lengths.intervals import Cache, Pair, rows_and_cols, table_of_cache
-from sartor.mods.masks import of_cache, packed_over
+from sartor.lengths.intervals import Cache, Pair, rows_and_cols
+from sartor.mods.masks import of_filled, packed_over
 from sartor.mods.recent import Recent
 from sartor.problem import Call
 
@@ -80,16 +80,18 @@ class Kept:
 
     def __init__(
         self, call: Call, tables: dict[str, Tensor], first: Sequence[tuple[Callable[..., Any], Sequence[str]]],
-        more: Sequence[str], looks: Sequence[tuple[Any, ...]],
+        more: Sequence[str], looks: Sequence[tuple[Any, ...]], given: Mapping[str, Tensor] = {}, overlaps: bool = False,
     ) -> None:  # fmt: skip
         """Raises LookupError where there is no such list.
 
         Args:
-            call: one, whose mask reads these tables.
+            call: one, whose mask reads these tables or what is given.
             tables: by name, dense int32 tensors as the launches fill them.
             first: of each launch its `driver.Step` and what it takes, names of `tables` or `more`.
             more: names of the addresses of the tensors of a call after q, k and v.
             looks: what `values.look` takes of such a tensor: its place among them, its name, the check, and the rest.
+            given: of `more`, tensors that the mask reads.
+            overlaps: whether the attention needs nothing of what `first` does.
         """
         self.prepared, self.looks = ops.prepare(call), looks
         plan, p = self.prepared.forward, self.prepared.problem
@@ -103,15 +105,19 @@ class Kept:
             at[name] = self.bytes
             self.bytes += -(-t.untyped_storage().nbytes() // 16) * 16
         aux = [a for a in self.prepared.operands(call).aux if isinstance(a, Tensor)]
-        self.read = [(_inside(a, tables, at), a.shape, a.stride()) for a in aux]
         names = [f"a{i}" for i, a in enumerate(self.prepared.template) if a is None]
-        filled = at | {name: n for name, (n, _, _) in zip(names, self.read, strict=True)}
-        self.row = ready.behind(first, [*more, "space"], {name: ("space", n) for name, n in filled.items()})
+        places = [_inside(a, {**tables, **given}) for a in aux]
+        self.read = [(at.get(of, 0) + n, a.shape, a.stride()) for (of, n), a in zip(places, aux, strict=True)]
+        filled = {name: ("space", n) for name, n in at.items()}
+        for name, (of, n) in zip(names, places, strict=True):
+            filled[name] = ("space", at[of] + n) if of in at else (of, n)
+        self.row = ready.behind(first, [*more, "space"], filled, overlaps)
         if self.row is None:
             raise LookupError
         self.merges = ready.merge is not None
         room = ready.merge.size.numel() if self.merges else 0
-        self.space = host.like((self.bytes // 4 + room,), call.q.device)
+        size = self.bytes // 4 + room
+        self.space = host.like((size,), call.q.device) if size else None
         self.lse = ready.lse
 
     def attend(self, tensors: tuple[Tensor, ...], wants_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -133,8 +139,8 @@ class Kept:
         else:
             out = allocate_out(self.problem, q if q.dim() == 4 else q.unsqueeze(0))
         lse = torch.empty_like(self.lse) if wants_lse or follows else None
-        space = torch.empty_like(self.space)
-        at = space.data_ptr()
+        space = None if self.space is None else torch.empty_like(self.space)
+        at = 0 if space is None else space.data_ptr()
         addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0]
         addresses.append(self.marks().data_ptr())
         if self.merges:
@@ -142,7 +148,7 @@ class Kept:
         self.row.start([*addresses, *[t.data_ptr() for t in others], at])
         if len(others) == 3:  # new keys, which are in the caches now
             torch.autograd.graph.increment_version((k, v))
-        if follows:
+        if follows and space is not None:
             out, lse = self._followed(q, k, v, out, lse, space)
         return (out.squeeze(0) if packed and out.dim() == 4 else out), lse if wants_lse else None
 
@@ -155,12 +161,12 @@ class Kept:
         return ops.followed(q, k, v, made, self.prepared)
 
 
-def _inside(t: Tensor, tables: dict[str, Tensor], at: dict[str, int]) -> int:
-    """Where in the workspace a tensor is that lies in one of the tables, in bytes."""
+def _inside(t: Tensor, tables: Mapping[str, Tensor]) -> tuple[str, int]:
+    """In which of the tables a tensor lies, and how many bytes after its beginning."""
     for name, table in tables.items():
         n = t.data_ptr() - table.data_ptr()
         if 0 <= n < table.untyped_storage().nbytes():
-            return at[name] + n
+            return name, n
     raise LookupError
 
 
@@ -193,20 +199,20 @@ def cached(
     from sartor.lengths import launches
 
     q, k_cache, v_cache, lengths, *new = tensors
-    table = table_of_cache(q, lengths, -1, ends, cache)
     call = Call(
-        q, k_cache, v_cache, mask=of_cache(table, ends), softmax_scale=softmax_scale, softcap=softcap,
-        deterministic=deterministic,
+        q, k_cache, v_cache, mask=of_filled(lengths, cache.added, ends), softmax_scale=softmax_scale,
+        softcap=softcap, deterministic=deterministic,
     )  # fmt: skip
     if call.needs_gradient or not cache.batch:
         return None
-    one = launches.of_cached(table, lengths, -1, ends, cache)
-    first: list[tuple[Callable[..., Any], Sequence[str]]] = [(one.step, ("lengths", "table"))]
     if new:
-        added = launches.of_append(new[0], new[1], k_cache, v_cache, lengths)
-        first.append((added.step, ("new_k", "new_v", "k", "v", "lengths")))
+        added = launches.of_append(new[0], new[1], k_cache, v_cache, lengths, cache.name)
+        first = [(added.step, ("new_k", "new_v", "k", "v", "lengths"))]
+    else:
+        first = [(launches.of_filled(lengths, cache).step, ("lengths",))]
     looks = [(0, cache.name, values.check_filled, cache.capacity, cache.added)]
     try:
-        return Kept(call, {"table": table}, first, ("lengths", "new_k", "new_v")[: 1 + len(new)], looks)
+        more = ("lengths", "new_k", "new_v")[: 1 + len(new)]
+        return Kept(call, {}, first, more, looks, {"lengths": lengths}, overlaps=not new)
     except LookupError:
         return None

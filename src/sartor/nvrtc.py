@@ -282,11 +282,13 @@ class Kernel:
             launches = self._launches[device] = driver.Launches(self.step(device, size))
         launches.start(given, torch._C._cuda_getCurrentRawStream(device) if stream is None else stream, size)
 
-    def step(self, device: int, grid: tuple[int, int, int], given: tuple[int, ...] | None = None) -> driver.Step:
-        """A launch on a device; `given` as of `driver.Step`, in the order of `changing`."""
+    def step(
+        self, device: int, grid: tuple[int, int, int], given: tuple[int, ...] | None = None, overlaps: bool = False
+    ) -> driver.Step:
+        """A launch on a device; `given`, in the order of `changing`, and `overlaps` as of `driver.Step`."""
         fixed = dict(zip(self._fixed.values(), map(self.fixed.__getitem__, self._fixed), strict=True))
         handle = self._handles.get(device) or self._load(device)
-        return driver.Step(self.params.codes, fixed, given, handle, self.name, grid, self.block, self.shared)
+        return driver.Step(self.params.codes, fixed, given, handle, self.name, grid, self.block, self.shared, overlaps)
 
     def _load(self, device: int) -> int:
         """The driver's handle on a device; more shared memory than 48 KiB is asked for once, here."""

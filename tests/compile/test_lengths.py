@@ -31,6 +31,7 @@ KERNELS = {
     ),
     "places": (kernels.places_kernel, {"q_ptr": "*i64", "kv_ptr": "*u8", "places_ptr": "*i32"}),
     "cached": (kernels.cached_kernel, {"lengths_ptr": "*i32", "table_ptr": "*i32"}),
+    "filled": (kernels.filled_kernel, {"lengths_ptr": "*i32", "OVERLAPS": False}),
     "append": (kernels.append_kernel, DATA | {"lengths_ptr": "*i32", "UNIT": tl.int64}),
 }  # fmt: skip
 

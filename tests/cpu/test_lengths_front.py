@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -69,19 +71,17 @@ def stub(monkeypatch):
 @pytest.fixture
 def memory(monkeypatch):
     """Every call gets the same: its tables are where a kept call has them."""
-    like, tables = torch.empty_like, {}
+    like, tables = torch.empty_like, {"space": torch.zeros(1 << 16, dtype=torch.int32)}
 
     def rooms(make):
         def call(*args):
-            made = make(*args)
-            one = made if isinstance(made, tuple) else (made,)
-            space = tables.setdefault("space", torch.zeros(1 << 16, dtype=torch.int32))
+            space = tables["space"]
             at, found = 0, []
-            for t in one:
+            for t in make(*args):
                 found.append(space.as_strided(t.shape, t.stride(), at))
                 at += -(-t.untyped_storage().nbytes() // 16) * 4
             tables["begin"] = at
-            return tuple(found) if isinstance(made, tuple) else found[0]
+            return tuple(found)
 
         return call
 
@@ -96,8 +96,7 @@ def memory(monkeypatch):
         return found.view(t.shape)
 
     monkeypatch.setattr(torch, "empty_like", empty_like)
-    for name in ("rows_and_cols", "table_of_cache"):
-        monkeypatch.setattr(intervals, name, rooms(getattr(intervals, name)))
+    monkeypatch.setattr(intervals, "rows_and_cols", rooms(intervals.rows_and_cols))
     return tables
 
 
@@ -159,6 +158,20 @@ def test_caches(stub, memory, options, new, like):
     one = same_three_times(stub, memory, lambda: flash_attn.flash_attn_with_kvcache(q, k, v, *added, **options))
     assert one.merges == (n == 8192 and "num_splits" not in options)
     assert k._version - before == 3 * bool(new)
+
+
+@pytest.mark.parametrize(("version", "new", "attributes"), [(12020, 0, 0), (12030, 0, 1), (12030, 2, 0)])
+def test_the_attention_does_not_wait_for_who_looks_at_lengths(stub, version, new, attributes):
+    """It does for who adds keys."""
+    ctypes.c_int.in_dll(stub.library, "stub_version").value = version
+    q, k, v, *added = heads(3, 4).view(3, 1, 4, 64), *(heads(3 * n, 4).view(3, n, 4, 64) for n in (300, 300, 2, 2))
+    lengths = torch.full((3,), 9, dtype=torch.int32)
+    sizes = []
+    for _ in range(3):
+        stub.told()
+        flash_attn.flash_attn_with_kvcache(q, k, v, *added[:new], cache_seqlens=lengths)
+        sizes.append(len(stub.told()))
+    assert sizes[2] - sizes[1] == attributes * ctypes.sizeof(driver._Attribute)
 
 
 def test_gradients(stub):

@@ -6,6 +6,7 @@ The `case_*` functions run Triton's interpreter, in a process of their own: see 
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import test_triton_interpreter as shared
@@ -19,6 +20,7 @@ from sartor import mods
 from sartor.kernels.triton import launch
 from sartor.lengths import append, intervals, values
 from sartor.lengths.intervals import NO_SIDE, Cache
+from sartor.mods import masks
 
 INSIDE = shared.INSIDE
 DTYPES = (torch.int32, torch.int64, torch.uint8)
@@ -216,6 +218,27 @@ def case_wrong_lengths(lengths, added, words):
     sartor.check()
 
 
+@pytest.mark.parametrize(("lengths", "added", "words"), [
+    ([3, 9, 0], 0, None),
+    ([3, 7, 0], 2, None),
+    ([3, 10, 4], 0, "lengths must be between 0 and the 9 places there are, got 10"),
+    ([3, -1, 4], 2, "lengths must leave room for the new keys: be between 0 and 7, got -1"),
+    ([3, 8, 4] * 60, 2, "lengths must leave room for the new keys: be between 0 and 7, got 8"),
+])  # fmt: skip
+def case_lengths_that_a_mask_reads(lengths, added, words):
+    """They are looked at by a launch of their own, or by that which adds keys."""
+    from sartor.lengths import launches
+
+    n, new = torch.tensor(lengths, dtype=torch.int32), torch.randn(len(lengths), added, 1, 4)
+    flagged()
+    if added:
+        launches.append(new, new, *torch.zeros(2, len(lengths), 9, 1, 4), n, "lengths")
+    else:
+        launches.filled(n, Cache(len(lengths), 1, 9))
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        sartor.check()
+
+
 @pytest.mark.parametrize(
     ("dim", "dim_v", "dtype"), [(8, 8, torch.float16), (7, 5, torch.float16), (4, 16, torch.float32)]
 )
@@ -230,8 +253,27 @@ def case_append(dim, dim_v, dtype):
         for j in range(3):
             if 0 <= n + j < 9:
                 want[0][b, n + j], want[1][b, n + j] = k[b, j], v[b, j]
-    launches.append(k, v, *caches, lengths)
+    launches.append(k, v, *caches, lengths, "lengths")
     assert all(map(torch.equal, caches, want))
+
+
+# ---- masks that read lengths themselves
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 12), min_size=1, max_size=3),
+    st.sampled_from([0, 2]), st.sampled_from([NO_SIDE, 0, 3]), st.sampled_from([NO_SIDE, 0, 4]),
+    st.sampled_from([torch.int32, torch.int64]),
+)  # fmt: skip
+def test_it_is_that_of_a_table(lengths, added, left, right, dtype):
+    """Whatever lengths hold, by pairs and by intervals."""
+    n = torch.tensor(lengths, dtype=dtype)
+    table = intervals.table_of_cache(n, None, 0, None, Cache(len(lengths), 2, 9, added))
+    length = (n.long().clamp(max=9) + added).clamp(0, 9)
+    table.view(4, -1).copy_(torch.stack([length, length - 2, length - 2 - left, length - 2 + right + 1]))
+    found, want = masks.of_filled(n, added, (left, right)), masks.of_cache(table, (left, right))
+    assert torch.equal(found.materialize(len(lengths), 1, 2, 9), want.materialize(len(lengths), 1, 2, 9))
 
 
 # ---- what they cost
@@ -349,7 +391,7 @@ def test_without_a_kernel_what_fits_is_written(lengths):
             if 0 <= n + j < 7:
                 want[0][b, n + j], want[1][b, n + j] = k[b, j], v[b, j]
     with Counted():
-        append.append(*caches, k, v, lengths)
+        append.append(*caches, k, v, lengths, "lengths")
     assert all(map(torch.equal, caches, want))
 
 
@@ -360,7 +402,7 @@ def test_new_keys_have_gradients(lengths, traced):
     new = torch.randn(2, 2, 2, 8, requires_grad=True)
     caches = cache.clone(), cache.clone()
     with Counted() if traced else torch.enable_grad():
-        append.append(*caches, new, new, lengths)
+        append.append(*caches, new, new, lengths, "lengths")
     (caches[0] * 3 + caches[1]).sum().backward()
     assert torch.equal(new.grad, torch.full_like(new, 4))
     caches = cache.clone(), cache.clone()

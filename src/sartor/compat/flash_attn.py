@@ -9,12 +9,13 @@ import torch
 
 from sartor import lengths_front
 from sartor.api import attention
-from sartor.checks import boolean, dense, is_integer, slopes, slopes_without_gradient
+from sartor.checks import boolean, dense, is_integer, needs_operator, slopes, slopes_without_gradient
 from sartor.compat.arguments import named
 from sartor.lengths.append import append
-from sartor.lengths.intervals import Cache, cached_table
+from sartor.lengths.intervals import Cache, cached_table, look_at_filled
 from sartor.lengths.pages import check_table, gather, write_back
-from sartor.mods.masks import ends_of, of_cache, packed_as
+from sartor.mods.core import Mask, Score
+from sartor.mods.masks import ends_of, of_cache, of_filled, packed_as
 from sartor.mods.scores import alibi_of_cache, packed_alibi
 
 Tensor = torch.Tensor
@@ -356,21 +357,33 @@ def flash_attn_with_kvcache(
     added = 0 if k is None and v is None else _check_new(k_cache, v_cache, k, v)
     ends = ends_of(causal, window_size)
     cache = Cache(q.shape[0], q.shape[1], k_cache.shape[1], added, "cache_seqlens")
-    table = cached_table(q, before, ends, cache)
-    score = None
-    if alibi_slopes is not None:
-        slopes(alibi_slopes, q.shape[2], q.shape[0], q.device)
-        slopes_without_gradient(alibi_slopes)
-        score = alibi_of_cache(alibi_slopes, table[1])
+    mask, score = _cache_mask(q, before, ends, cache, alibi_slopes, (k_cache, v_cache, k, v))
     if k is not None and v is not None:  # the caches are written to when all else that is looked at here is right
-        append(k_cache, v_cache, k, v, before)
+        append(k_cache, v_cache, k, v, before, cache.name)
         if block_table is not None:
             write_back(pages[0], block_table, k_cache, before, added)
             write_back(pages[1], block_table, v_cache, before, added)
-    result = _attend_to_cache(q, k_cache, v_cache, mask=of_cache(table, ends), score=score, **options)
+    result = _attend_to_cache(q, k_cache, v_cache, mask=mask, score=score, **options)
     if isinstance(kept, lengths_front.New):
         kept.keep(lengths_front.cached(tensors, ends, cache, softmax_scale, softcap, num_splits == 1))
     return result
+
+
+def _cache_mask(
+    q: Tensor, lengths: int | Tensor, ends: tuple[int, int], cache: Cache, alibi_slopes: Tensor | None, others: Any
+) -> tuple[Mask, Score | None]:
+    """The mask of a cache, and what slopes change of its scores. The mask reads the lengths themselves where nothing
+    needs them later."""
+    follows = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *others))
+    if isinstance(lengths, Tensor) and alibi_slopes is None and not follows and not needs_operator(q):
+        look_at_filled(lengths, cache)
+        return of_filled(lengths, cache.added, ends), None
+    table = cached_table(q, lengths, ends, cache)
+    if alibi_slopes is None:
+        return of_cache(table, ends), None
+    slopes(alibi_slopes, q.shape[2], q.shape[0], q.device)
+    slopes_without_gradient(alibi_slopes)
+    return of_cache(table, ends), alibi_of_cache(alibi_slopes, table[1])
 
 
 def _cache_lengths(given: int | Tensor | None, q: Tensor) -> int | Tensor:

@@ -10,10 +10,10 @@ from sartor.lengths.intervals import by_kernel
 Tensor = torch.Tensor
 
 
-def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int) -> None:
+def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, name: str) -> None:
     """Write k and v (batch, added, heads, dim) into their caches (batch, capacity, heads, dim), of the same dtype, from
-    place lengths[b] on: an int, or integers (batch,) that `cached_table` has looked at. What does not fit is left out.
-    """
+    place lengths[b] on: an int, or integers (batch,), which `values.look` has seen. What does not fit is left out, and
+    told of on GPUs, where errors call the lengths `name`."""
     added = k.shape[1]
     pairs = (k_cache, k), (v_cache, v)
     if not isinstance(lengths, Tensor):
@@ -25,7 +25,7 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tens
     if plain and not follows and by_kernel(k_cache):
         from sartor.lengths import launches
 
-        launches.append(k, v, k_cache, v_cache, lengths)
+        launches.append(k, v, k_cache, v_cache, lengths, name)
         torch.autograd.graph.increment_version((k_cache, v_cache))
         return
     item = torch.arange(k.shape[0], device=k.device)[:, None]

@@ -182,6 +182,16 @@ def cached_table(like: Tensor, lengths: Tensor | int, sides: Pair, cache: Cache)
     return _cached_table(like, tensor, uniform, sides, numbers, cache.name)
 
 
+def look_at_filled(lengths: Tensor, cache: Cache) -> None:
+    """Look at lengths (batch,) that a mask reads itself, as `cached_table` would. On a GPU `append` tells what is wrong
+    where keys are added, else one small launch."""
+    values.look(cache.name, lengths, values.check_filled, cache.capacity, cache.added)
+    if cache.batch and not cache.added and by_kernel(lengths):
+        from sartor.lengths import launches
+
+        launches.filled(lengths, cache)
+
+
 def _cached_table(like: Tensor, lengths: Tensor | None, uniform: int, sides: Pair, cache: Any, name: str) -> Tensor:
     batch, seqlen_q, capacity, added = cache
     if lengths is None:

@@ -151,6 +151,31 @@ def cached_kernel(
 
 
 @triton.jit
+def _check_filled(lengths_ptr, stride, batch, most, flags, word, BLOCK: tl.constexpr):
+    """Whether lengths are between 0 and `most`."""
+    if flags != 0:
+        for first in range(0, batch, BLOCK):
+            b = first + tl.arange(0, BLOCK)
+            n = _value(lengths_ptr + b.to(tl.int64) * stride, b < batch)
+            _tell(flags, word, (b < batch) & ((n < 0) | (n > most)), n, n * 0 + most)
+
+
+FILLED = "lengths_ptr", "stride", "batch", "most", "flags", "word"
+
+
+@triton.jit(do_not_specialize=FILLED)
+def filled_kernel(
+    lengths_ptr, stride: tl.int64, batch: tl.int32, most: tl.int32, flags: tl.int64, word: tl.int32,
+    OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Look at lengths that a mask reads itself. OVERLAPS: the next launch may begin at once, as it waits for nothing
+    here."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    _check_filled(lengths_ptr, stride, batch, most, flags, word, BLOCK)
+
+
+@triton.jit
 def _put(
     new_ptr, cache_ptr, lengths_ptr, length_stride, batch, added, heads, width, capacity, new_b, new_s, new_h, new_d,
     cache_b, cache_s, cache_h, cache_d, first, UNIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -169,7 +194,7 @@ def _put(
 
 APPEND = (
     "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "lengths_ptr", "length_stride", "batch", "added", "heads",
-    "k_width", "v_width", "capacity",
+    "k_width", "v_width", "capacity", "flags", "word",
     *(f"{name}_{dim}" for name in ("k", "v", "k_cache", "v_cache") for dim in "bshd"),
 )  # fmt: skip
 
@@ -177,14 +202,17 @@ APPEND = (
 @triton.jit(do_not_specialize=APPEND)
 def append_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, lengths_ptr, length_stride: tl.int64, batch: tl.int32, added: tl.int32,
-    heads: tl.int32, k_width: tl.int32, v_width: tl.int32, capacity: tl.int32,
+    heads: tl.int32, k_width: tl.int32, v_width: tl.int32, capacity: tl.int32, flags: tl.int64, word: tl.int32,
     k_b: tl.int64, k_s: tl.int64, k_h: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_s: tl.int64, v_h: tl.int64, v_d: tl.int64,
     k_cache_b: tl.int64, k_cache_s: tl.int64, k_cache_h: tl.int64, k_cache_d: tl.int64,
     v_cache_b: tl.int64, v_cache_s: tl.int64, v_cache_h: tl.int64, v_cache_d: tl.int64,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`append.append`: first programs have k, the others v. Widths and strides are in units of UNIT."""
+    """`append.append`: first programs have k, the others v; the first one looks at the lengths too. Widths and strides
+    are in units of UNIT."""
+    if tl.program_id(0) == 0:
+        _check_filled(lengths_ptr, length_stride, batch, capacity - added, flags, word, BLOCK)
     total = batch.to(tl.int64) * added * heads * k_width
     program, programs = tl.program_id(0).to(tl.int64), tl.cdiv(total, BLOCK)
     if program < programs:

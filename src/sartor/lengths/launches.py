@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -116,14 +117,36 @@ def of_cached(table: Tensor, lengths: Tensor | None, uniform: int, sides: Pair, 
     return Launch(kernels.cached_kernel, _blocks(batch), (table if lengths is None else lengths, table), numbers)
 
 
-def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None:
-    """Write k and v (batch, added, heads, dim) into their caches from place lengths[b] on, as far as they fit there."""
-    one = of_append(k, v, k_cache, v_cache, lengths)
+def filled(lengths: Tensor, cache: Cache) -> None:
+    """Look at lengths (batch,) that a mask reads itself. Raises ValueError for what an earlier launch found wrong."""
+    values.flag(lengths.device)
+    launch(of_filled(lengths, cache))
+
+
+def of_filled(lengths: Tensor, cache: Cache) -> Launch:
+    """The launch of `filled`."""
+    device = lengths.device
+    numbers = lengths.stride(0), cache.batch, cache.capacity, values.address(device), values.WORDS[cache.name] + 3
+    return Launch(kernels.filled_kernel, 1, (lengths,), numbers, (_overlaps(device),))
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a launch may begin before one of Triton's has ended."""
+    if device.type != "cuda" or knobs.runtime.interpret or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return hasattr(tl.extra.cuda, "gdc_launch_dependents") and driver.overlaps()
+
+
+def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, name: str) -> None:
+    """Write k and v (batch, added, heads, dim) into their caches from place lengths[b] on, as far as they fit there.
+    Errors call the lengths `name`."""
+    one = of_append(k, v, k_cache, v_cache, lengths, name)
     if one.grid:
         launch(one)
 
 
-def of_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> Launch:
+def of_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, name: str) -> Launch:
     """The launch of `append`, of no program where nothing is added."""
     b, added, heads, dim = k.shape
     size = k.element_size()
@@ -136,5 +159,6 @@ def of_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: T
         strides = [1 if i % 4 == 3 else n * size // unit for i, n in enumerate(strides)]
     widths = dim * size // unit, v.shape[3] * size // unit
     grid = sum(_blocks(b * added * heads * width) for width in widths)
-    numbers = lengths.stride(0), b, added, heads, *widths, k_cache.shape[1], *strides
+    told = values.address(k.device), values.WORDS[name] + 4
+    numbers = lengths.stride(0), b, added, heads, *widths, k_cache.shape[1], *told, *strides
     return Launch(kernels.append_kernel, grid, (*tensors, lengths), numbers, (UNITS[unit],))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -238,6 +238,33 @@ def cached(
     integers(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
     ends = ends_of(causal, window)
     return of_cache(cached_table(lengths, lengths, ends, Cache(lengths.shape[0], seqlen_q, seqlen_kv)), ends)
+
+
+def of_filled(lengths: torch.Tensor, added: int, ends: Pair) -> Mask:
+    """The mask of a cache that reads lengths (batch,), int32 or int64, when it is used, where `of_cache` has a copy of
+    them: for a call that attends at once. It counts the keys that are added, and sees no more than there are."""
+    return _filled(lengths.dtype, added, *ends).with_tensors([lengths.view(-1, 1, 1, 1)])
+
+
+@lru_cache(maxsize=64)
+def _filled(dtype: torch.dtype, added: int, left: int, right: int) -> Mask:
+    any_lengths = torch.empty(2, 1, 1, 1, dtype=dtype, device="meta")
+
+    def length(aux: Any) -> Any:  # capacity twice: it is no sum that leaves 32 bits
+        return minimum(minimum(aux[0], aux[2]) + aux[1], aux[2])
+
+    def rows(b: Any, h: Any, q: Any, aux: Any) -> Any:
+        diagonal = q + length(aux) - aux[3]
+        return None if left == NO_SIDE else diagonal - aux[5], minimum(length(aux), diagonal + aux[4] + 1)
+
+    def cols(b: Any, h: Any, kv: Any, aux: Any) -> Any:
+        diagonal = kv - length(aux) + aux[3]
+        end = BIG if left == NO_SIDE else diagonal + aux[5] + 1
+        return diagonal - aux[4], where(kv < length(aux), end, 0)
+
+    lengths_of = lambda seqlen_q, seqlen_kv: seqlen_kv, lambda seqlen_q, seqlen_kv: seqlen_q  # noqa: E731
+    sides_of = (right,) if left == NO_SIDE else (right, left)
+    return interval(rows, cols, (any_lengths, added, *lengths_of, *sides_of), "cached")
 
 
 def of_cache(table: torch.Tensor, ends: Pair) -> Mask:

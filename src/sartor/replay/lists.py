@@ -18,7 +18,7 @@ from sartor.nvrtc import TensorMaps
 from sartor.replay import library
 
 FRAME, PARAMETERS, MAP, RANK = 16384, 128, 128, 5  # as replay.c has them
-LIST, STEP = "7Q5I4x", "2Q6I"  # its structs, as `struct` has them
+LIST, STEP = "7Q5I4x", "2Q7I4x"  # its structs, as `struct` has them
 
 
 class At(NamedTuple):
@@ -159,7 +159,7 @@ class Replayed:
         begins = [start + begin for begin in form.begins]
         numbers: list[Any] = [*_functions(driver.library()), addresses, *begins, count // 2, *form.counts]
         for step, places in zip(steps, form.places, strict=True):
-            numbers += step.function, *places, *step.grid, step.block, step.shared
+            numbers += step.function, *places, *step.grid, step.block, step.shared, step.overlaps
         numbers += [made[i].offset for i in form.offsets]  # type: ignore[union-attr]
         for i, place in form.maps:
             source, maps = made[i]

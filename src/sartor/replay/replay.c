@@ -8,9 +8,14 @@
 // bytes, parameters of a launch, bytes, dims of a map: lists.py knows them
 enum { FRAME = 16384, PARAMETERS = 128, MAP = 128, RANK = 5 };
 
-typedef struct {  // CUlaunchConfig of cuda.h, without attributes
+typedef struct {  // CUlaunchAttribute of cuda.h
+  unsigned id, unused, value[16];
+} Attribute;
+
+typedef struct {  // CUlaunchConfig of cuda.h
   unsigned grid[3], block[3], shared;
-  void *stream, *attributes;
+  void *stream;
+  const Attribute *attributes;
   unsigned count;
 } Config;
 
@@ -23,6 +28,7 @@ typedef struct {
   void *function;
   const unsigned *places;  // in the frame, where each parameter begins
   unsigned count, grid[3], block, shared;  // count: of parameters
+  unsigned overlaps, unused;               // overlaps: it may begin before the launch before it has ended
 } Step;
 
 typedef struct {  // an address that each call writes
@@ -48,6 +54,7 @@ typedef struct {  // what lists of one form share is elsewhere: places and addre
 // 0, or what the driver said, and above its 16 bits the number of the launch it was said of; of a map, how many there are
 int sartor_replay(const List *list, const uint64_t *given, void *stream) {
   static const unsigned one[RANK] = {1, 1, 1, 1, 1};  // from element to element, in each dim
+  static const Attribute overlap = {6, 0, {1}};       // programmatic stream serialization
   _Alignas(64) unsigned char frame[FRAME], map[MAP];
   memcpy(frame, list->frame, list->size);
   for (unsigned i = 0; i < list->address_count; i++) {
@@ -66,7 +73,8 @@ int sartor_replay(const List *list, const uint64_t *given, void *stream) {
     const Step *s = list->steps + i;
     void *parameters[PARAMETERS];
     for (unsigned p = 0; p < s->count; p++) parameters[p] = frame + s->places[p];
-    const Config config = {{s->grid[0], s->grid[1], s->grid[2]}, {s->block, 1, 1}, s->shared, stream, 0, 0};
+    const Config config = {{s->grid[0], s->grid[1], s->grid[2]}, {s->block, 1, 1}, s->shared, stream,
+                           s->overlaps ? &overlap : 0, s->overlaps};
     const int status = list->launch(&config, s->function, parameters, 0);
     if (status) return status | (int)(i << 16);
   }

@@ -13,11 +13,12 @@ from sartor.replay.lists import Launched, Made, Replayed, launcher
 
 
 class Part(NamedTuple):
-    """One launch: its parameters take the values of these names."""
+    """One launch: its parameters take the values of these names. `overlaps` as of `driver.Step`."""
 
     kernel: Kernel
     grid: int
     takes: dict[str, str]
+    overlaps: bool = False
 
 
 class Row:
@@ -37,7 +38,7 @@ class Row:
     ) -> None:  # fmt: skip
         self.given, self.made, self.parts, self.more, self.first = len(names), made, list(parts), more, first
         self.names = [*names, *made]
-        for kernel, _, takes in parts:
+        for kernel, _, takes, _ in parts:
             if takes.keys() != set(kernel.changing) or not set(takes.values()) <= set(self.names):
                 all_names = ", ".join(self.names)
                 raise TypeError(f"{kernel.name} takes {', '.join(kernel.changing)}, got {takes} of {all_names}")
@@ -56,7 +57,10 @@ class Row:
 
     def _on(self, device: int) -> Replayed | Launched:
         at = {name: i for i, name in enumerate(self.names)}
-        steps = [k.step(device, (n, 1, 1), tuple([at[takes[x]] for x in k.changing])) for k, n, takes in self.parts]
+        steps = [
+            k.step(device, (n, 1, 1), tuple([at[takes[x]] for x in k.changing]), overlaps and driver.overlaps())
+            for k, n, takes, overlaps in self.parts
+        ]
         found = self._launchers[device] = launcher([*self.first, *steps, *self.more], self.given, [*self.made.values()])
         return found
 
@@ -64,4 +68,4 @@ class Row:
         """Kernel, grid and values by name of each launch that `start` makes of `parts`."""
         values = [*addresses, *[one.of(addresses) for one in self.made.values()]]
         found = dict(zip(self.names, values, strict=True))
-        return [(k, grid, {name: found[of] for name, of in takes.items()}) for k, grid, takes in self.parts]
+        return [(k, grid, {name: found[of] for name, of in takes.items()}) for k, grid, takes, _ in self.parts]

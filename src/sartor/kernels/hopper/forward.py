@@ -580,7 +580,7 @@ class Ready:
 
     def behind(
         self, first: Sequence[tuple[Callable[..., Any], Sequence[str]]], more: Sequence[str],
-        filled: Mapping[str, tuple[str, int]],
+        filled: Mapping[str, tuple[str, int]], overlaps: bool = False,
     ) -> Row | None:  # fmt: skip
         """The launches behind others, which fill tensors that these read. None where one of those cannot join.
 
@@ -588,13 +588,16 @@ class Ready:
             first: of each its `driver.Step`, of the places of the addresses that it takes, and the names of these.
             more: names of addresses that a call gives besides.
             filled: by name, of which all of `tensors` are, the name of a given address, and how many bytes after it.
+            overlaps: as of `driver.Step`, of the attention.
         """
         names = [*(n for n in self.row.names[: self.row.given] if n not in filled), *more]
         made: dict[str, Made] = {name: At(names.index(source), n) for name, (source, n) in filled.items()}
         made |= self.row.made  # of q, k, v, out and room, which come before what is filled
         at = {name: i for i, name in enumerate([*names, *made])}
         steps = [step(tuple([at[name] for name in takes])) for step, takes in first]
-        return None if None in steps else Row(names, made, self.row.parts, first=steps)
+        own, *rest = self.row.parts
+        parts = [own._replace(overlaps=overlaps), *rest]
+        return None if None in steps else Row(names, made, parts, first=[s for s in steps if s is not None])
 
     @property
     def alone(self) -> bool:
