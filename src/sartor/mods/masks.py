@@ -254,17 +254,16 @@ def _filled(dtype: torch.dtype, added: int, left: int, right: int) -> Mask:
         return minimum(minimum(aux[0], aux[2]) + aux[1], aux[2])
 
     def rows(b: Any, h: Any, q: Any, aux: Any) -> Any:
-        diagonal = q + length(aux) - aux[3]
-        return None if left == NO_SIDE else diagonal - aux[5], minimum(length(aux), diagonal + aux[4] + 1)
+        first = None if left == NO_SIDE else q + (length(aux) + aux[4])
+        return first, minimum(length(aux), q + (length(aux) + aux[3]))
 
     def cols(b: Any, h: Any, kv: Any, aux: Any) -> Any:
-        diagonal = kv - length(aux) + aux[3]
-        end = BIG if left == NO_SIDE else diagonal + aux[5] + 1
-        return diagonal - aux[4], where(kv < length(aux), end, 0)
+        end = BIG if left == NO_SIDE else kv - (length(aux) + aux[4]) + 1
+        return kv - (length(aux) + aux[3]) + 1, where(kv < length(aux), end, 0)
 
-    lengths_of = lambda seqlen_q, seqlen_kv: seqlen_kv, lambda seqlen_q, seqlen_kv: seqlen_q  # noqa: E731
-    sides_of = (right,) if left == NO_SIDE else (right, left)
-    return interval(rows, cols, (any_lengths, added, *lengths_of, *sides_of), "cached")
+    capacity = lambda seqlen_q, seqlen_kv: seqlen_kv  # noqa: E731
+    end, first = lambda seqlen_q, _: right + 1 - seqlen_q, lambda seqlen_q, _: -left - seqlen_q
+    return interval(rows, cols, (any_lengths, added, capacity, end, first)[: 4 + (left != NO_SIDE)], "cached")
 
 
 def of_cache(table: torch.Tensor, ends: Pair) -> Mask:

@@ -21,6 +21,7 @@
 //   SPLIT           KV splits: a block sees some of the keys, and merge.cuh merges the results
 //   PING_PONG       one warpgroup multiplies while another one computes its softmax
 //   NEAR_STAGES     tiles of near values that there is room for where a warp of the producer brings them; 0 where warps do
+//   FILLED          defined with SPLIT where a mask reads tensors: splits share what is seen, as a cache may be filled in part
 //   DROPOUT         defined where there is some
 #pragma once
 #include "cuda/dropout.cuh"
@@ -28,8 +29,11 @@
 #include "cuda/near.cuh"
 #include "cuda/wgmma.cuh"
 
+#ifndef FILLED
+#define FILLED 0
+#endif
 constexpr int THREADS = 128 * (GROUPS + 1 + DROPOUT);  // the producer's first, those of drawers last
-constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40;
+constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : FILLED ? 56 : 40;  // beside one consumer warpgroup there are more
 enum : int { DRAWER_REGISTERS = DIM > 128 || DIM_V > 128 ? 40 : 56 };  // with fewer, two counters are not under way at once
 constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : GROUPS == 2 && DROPOUT ? 236 - DRAWER_REGISTERS / 2 : 232;
 static_assert(GROUPS < 3 || !DROPOUT);
@@ -84,13 +88,26 @@ struct Rings {
   }
 };
 
-// ---- KV splits: with SPLIT there are n.splits of them, of n.width key tiles each. A split counts as a batch item of
-// its own: so do its query tiles, and its results, in float32.
+// ---- KV splits: with SPLIT there are n.splits of them, of n.width key tiles each; with FILLED they share what an item's
+// last query sees of its first head, and the last one has the rest. A split counts as a batch item of its own: so do its
+// query tiles, and its results, in float32.
 DEVICE int batch_of(int item, const Shape& n) { return SPLIT ? item / n.splits : item; }
-DEVICE int first_key(int item, const Shape& n) { return SPLIT ? item % n.splits * n.width * BLOCK_N : 0; }
-DEVICE int end_of_keys(int item, const Shape& n) {
-  return SPLIT ? imin(first_key(item, n) + n.width * BLOCK_N, n.seqlen_kv) : n.seqlen_kv;
+#if FILLED
+DEVICE int nth_key(int split, int item, const Shape& n, const Aux& x) {  // where a split begins
+  const int seen = imin(rows(batch_of(item, n), 0, n.seqlen_q - 1, x, n).hi, n.seqlen_kv);
+  return imin(split * imax(ceil_div(seen, BLOCK_N * n.splits), 1) * BLOCK_N, n.seqlen_kv);
 }
+DEVICE int first_key(int item, const Shape& n, const Aux& x) { return nth_key(item % n.splits, item, n, x); }
+DEVICE int end_of_keys(int item, const Shape& n, const Aux& x) {
+  const int next = item % n.splits + 1;
+  return next == n.splits ? n.seqlen_kv : nth_key(next, item, n, x);
+}
+#else
+DEVICE int first_key(int item, const Shape& n, const Aux&) { return SPLIT ? item % n.splits * n.width * BLOCK_N : 0; }
+DEVICE int end_of_keys(int item, const Shape& n, const Aux& x) {
+  return SPLIT ? imin(first_key(item, n, x) + n.width * BLOCK_N, n.seqlen_kv) : n.seqlen_kv;
+}
+#endif
 
 // In the place of its lse, from which a sum beside a highest score of -1e9 could not be had again
 DEVICE void store_sum(float* lse, i64 place, float highest, float total) { lse[2 * place] = highest, lse[2 * place + 1] = total; }
@@ -140,8 +157,8 @@ DEVICE void describe(const Share& at, bool late, u32 slot, const Shape& n, const
       shared_store(slot + Job::own_end(g), ceil_div(own_hi, BLOCK_N));
     }
   }
-  const int first = first_key(at.batch, n);
-  hi = imin(imax(hi, first), end_of_keys(at.batch, n)), lo = imin(imax(lo, first), hi);
+  const int first = first_key(at.batch, n, x);
+  hi = imin(imax(hi, first), end_of_keys(at.batch, n, x)), lo = imin(imax(lo, first), hi);
   const int begin = lo / BLOCK_N, end = imax(ceil_div(hi, BLOCK_N), begin + 1);  // at least one, if all of it is masked
   if (lead) {
     shared_store(slot + Job::batch, at.batch), shared_store(slot + Job::head, at.head);
@@ -337,6 +354,9 @@ struct Worker {
   int batch = -1, head, j, begin, full_begin, full_end;  // this query tile
   int skipped, below;  // of its key tiles, after and before those that this warpgroup sees
   Slice slice;
+#if FILLED
+  int split;  // of the keys
+#endif
 #if MASK == 3
   int at, next_at;  // of this entry of the list and the next: where its bits are, or whether all or nothing is seen
   u32 bits[2];      // this entry's, of this thread's rows
@@ -377,6 +397,9 @@ struct Worker {
     const int first = read(Job::batch);
     if (first < 0) return false;
     batch = batch_of(first, n), head = read(Job::head);
+#if FILLED
+    split = first % n.splits;
+#endif
     slice = {read(Job::first_query(group)), read(Job::first_head(group))};
     begin = read(Job::begin), j = read(Job::end) - 1;
     skipped = SKIPS ? imin(j - begin, imax(j + 1 - read(Job::own_end(group)), 0)) : 0;
@@ -588,7 +611,11 @@ struct Worker {
   };
   DEVICE Finished finished() const {
     Finished f;
+#if FILLED
+    const int item = batch * n.splits + split;
+#else
     const int item = SPLIT ? batch * n.splits + begin / n.width : batch;
+#endif
     UNROLL for (int r = 0; r < 2; r++) {
       const int query = slice.query(row + 8 * r), in_batch = head * n.group + slice.head(row + 8 * r);
       const int flat = item * n.heads_kv * n.group + in_batch;

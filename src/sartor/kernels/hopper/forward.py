@@ -437,6 +437,7 @@ class Config(Schedule):
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32 or self.split),
             "AHEAD": int(self.ahead), "STAGED": int(self.staged), "NEAR_STAGES": self.near_stages,
             **({"DROPOUT": 1} if p.dropout_p else {}), **({"BATCH_FIRST": 1} if self.batch_first else {}),
+            **({"FILLED": 1} if self.split and p.program.loads else {}),
         } | self.layout.defines())  # fmt: skip
 
 

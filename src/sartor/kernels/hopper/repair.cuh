@@ -67,7 +67,7 @@ struct Repair {
     for (int c = lane; c < DIM_EXACT; c += 32) query[c] = Half::widen(from[c]);
     __syncwarp();
     const Span span = rows(batch, head, row, x, n);
-    const int lo = imax(span.lo, first_key(item, n)), hi = imin(span.hi, end_of_keys(item, n));
+    const int lo = imax(span.lo, first_key(item, n, x)), hi = imin(span.hi, end_of_keys(item, n, x));
     top = -MOST, sum = 0.f;
     UNROLL for (int c = 0; c < ceil_div(DIM_V, 64); c++) o[c][0] = o[c][1] = 0.f;
     for (int first = lo; first < hi; first += 32) {
