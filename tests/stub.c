@@ -21,6 +21,7 @@ static unsigned char told[1 << 20];
 static size_t length;
 static int quiet, refusals, refusal;
 int stub_capturing, stub_version;
+uint64_t stub_capture;
 void *stub_stream, *stub_context = (void *)1;  // torch's current ones
 
 static void note(const void *from, size_t size) {
@@ -73,6 +74,9 @@ int cuGetErrorName(int status, const char **name) {
 
 int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (void *)(uintptr_t)(device + 1), 0; }
 int cuCtxGetCurrent(void **context) { return *context = stub_context, 0; }
+int cuStreamGetCaptureInfo_v2(void *stream, int *capturing, uint64_t *number, void *graph, void *before, void *count) {
+  return *capturing = stub_capturing, *number = stub_capture, graph || before || count || !stream;
+}
 int cuStreamIsCapturing(void *stream, int *capturing) { return *capturing = stub_capturing, stream == 0; }
 int cuCtxSetCurrent(void *context) { return context == 0; }
 int aoti_torch_get_current_cuda_stream(int device, void **stream) { return *stream = stub_stream, 0 * device; }

@@ -75,7 +75,8 @@ def stubbed() -> Any:
         patch.setattr(nvrtc, "missing", lambda: "")
         patch.setattr(nvrtc.Kernel, "_load", lambda kernel, device: stub.load(kernel, device))
         patch.setattr(host, "_built", lambda *_: None)
-        patch.setattr(host, "_WORKSPACES", {})
+        for name in ("_WORKSPACES", "_SPARE", "_OF_GRAPHS"):
+            patch.setattr(host, name, {})
         patch.setattr(Device, "of", classmethod(lambda *_: ARCHITECTURES[90]))
         patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)

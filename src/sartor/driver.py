@@ -78,6 +78,14 @@ def context() -> int:
     return found.value or 0
 
 
+def capture(stream: int) -> int:
+    """A number of the capture that a stream is in, which no other one has or will have."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    nothing = [None] * 3  # the graph, what the next node depends on, and how many of these
+    library().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), *nothing)
+    return number.value
+
+
 NONE: Mapping[int, Any] = {}
 
 

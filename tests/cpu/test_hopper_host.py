@@ -305,11 +305,14 @@ def test_workspaces_hold_what_kernels_write():
 
 def test_streams_do_not_share_counters(monkeypatch):
     """Launches of two streams may overlap; a captured graph runs again when others use what is kept."""
-    now = SimpleNamespace(stream=1, capturing=False)
+    now = SimpleNamespace(stream=1, capturing=False, capture=1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
+    monkeypatch.setattr(host.driver, "capture", lambda _: now.capture)
     kept, cpu = {}, torch.device("cpu")
     monkeypatch.setattr(host, "_WORKSPACES", kept)
+    for name in ("_SPARE", "_OF_GRAPHS"):
+        monkeypatch.setattr(host, name, {})
     monkeypatch.setattr(host, "_REPLACED", [])
     first = host.workspace(cpu, 8)
     assert host.workspace(cpu, 8) is first
@@ -327,6 +330,40 @@ def test_streams_do_not_share_counters(monkeypatch):
     (replaced,) = host._REPLACED
     assert replaced is first, "launches that are not done use it"
     assert host.workspace(cpu, 61).numel() == 2 * larger.numel()
+
+
+def test_a_graph_takes_a_workspace_that_was_cleared_before(monkeypatch):
+    """One a capture and stream; it clears one itself where none was made, or what was made is too small."""
+    now = SimpleNamespace(stream=1, capturing=False, capture=1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now.stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
+    monkeypatch.setattr(host.driver, "capture", lambda _: now.capture)
+    for name in ("_WORKSPACES", "_SPARE", "_OF_GRAPHS"):
+        monkeypatch.setattr(host, name, {})
+    cpu = torch.device("cpu")
+
+    def of(capture, marks=8, stream=1):
+        now.capturing, now.capture, now.stream = capture is not None, capture, stream
+        return host.workspace(cpu, marks)
+
+    eager = of(None)
+    first = of(1)
+    assert first is not eager
+    assert first is of(1)
+    own = of(1, 30)
+    assert (own.numel(), own.any()) == (host.COUNTERS + 30, False)
+    assert own is not of(1, 30), "what a graph clears is a call's own"
+    assert of(2) is not first, "no call came between"
+    assert of(None) is eager
+    second = of(2)
+    assert len({id(t) for t in (eager, first, second, of(2, stream=5))}) == 4
+    assert of(2) is second
+    assert of(1) is first
+    of(None, 30)
+    assert of(3, 30).numel() > first.numel()
+    monkeypatch.setattr(host, "MOST_GRAPHS", len(host._OF_GRAPHS))
+    of(None)
+    assert not host._SPARE, "graphs are not counted when they are gone"
 
 
 def test_macros_follow_the_problem():

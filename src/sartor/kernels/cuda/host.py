@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from sartor import nvrtc
+from sartor import driver, nvrtc
 from sartor.device import Device
 from sartor.kernels.cuda import expressions, wgmma
 from sartor.kernels.cuda.params import Params
@@ -23,6 +23,9 @@ SHELVES = tuple(f"cuda/{name}.cuh" for name in ("expressions", "near", "softmax"
 COUNTERS = 4  # two of the scheduler, two of who splits float32
 _WORKSPACES: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 _REPLACED: list[torch.Tensor] = []  # by larger ones: launches that are not done use them, and no allocator knows
+_SPARE: dict[int, torch.Tensor] = {}  # by device: for the next graph, as none can be made while it is captured
+_OF_GRAPHS: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, capture and stream: a graph uses it as long as it lives
+MOST_GRAPHS = 256  # with a workspace that was cleared before
 Made = TypeVar("Made")
 
 
@@ -132,16 +135,30 @@ def _one(device: torch.device) -> torch.Tensor:
 def workspace(device: torch.device, marks: int = 0) -> torch.Tensor:
     """int32: COUNTERS, which every launch leaves as zeros, and room for marks, of which a launch reads only what it
     wrote. One a stream, since launches on different streams may overlap, as large as any wanted and up to twice that:
-    lengths that grow make few, each of which waits for the device; a captured graph has its own, which it clears."""
+    lengths that grow make few, each of which waits for the device. A captured graph has its own, for each of its
+    streams: one that a call before made, where there is one, so that the graph need not clear it."""
     size, stream = COUNTERS + marks, torch._C._cuda_getCurrentRawStream(device.index)
     if stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, cannot be captured
-        return torch.zeros(size, dtype=torch.int32, device=device)
+        return _of_graph(device, stream, size)
     key = device.index, stream
     found = _WORKSPACES.get(key)
     if found is None or found.numel() < size:
         if found is not None:
             _REPLACED.append(found)  # sizes double: together they are smaller than the last
         found = _WORKSPACES[key] = kept(lambda: _zeros(1 << (size - 1).bit_length(), device))
+    spare = _SPARE.get(device.index)
+    if (spare is None or spare.numel() < size) and len(_OF_GRAPHS) < MOST_GRAPHS:
+        _SPARE[device.index] = kept(lambda: _zeros(1 << (size - 1).bit_length(), device))
+    return found
+
+
+def _of_graph(device: torch.device, stream: int, size: int) -> torch.Tensor:
+    key = device.index, driver.capture(stream), stream
+    found = _OF_GRAPHS.get(key)
+    if found is None and _SPARE.get(device.index) is not None:
+        found = _OF_GRAPHS[key] = _SPARE.pop(device.index)
+    if found is None or found.numel() < size:
+        return torch.zeros(size, dtype=torch.int32, device=device)
     return found
 
 
