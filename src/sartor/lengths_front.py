@@ -80,7 +80,7 @@ class Kept:
 
     def __init__(
         self, call: Call, tables: dict[str, Tensor], first: Sequence[tuple[Callable[..., Any], Sequence[str]]],
-        more: Sequence[str], looks: Sequence[tuple[Any, ...]], given: Mapping[str, Tensor] = {}, overlaps: bool = False,
+        more: Sequence[str], looks: Sequence[tuple[Any, ...]], given: Mapping[str, Tensor] = {}, apart: bool = False,
     ) -> None:  # fmt: skip
         """Raises LookupError where there is no such list.
 
@@ -91,7 +91,7 @@ class Kept:
             more: names of the addresses of the tensors of a call after q, k and v.
             looks: what `values.look` takes of such a tensor: its place among them, its name, the check, and the rest.
             given: of `more`, tensors that the mask reads.
-            overlaps: whether the attention needs nothing of what `first` does.
+            apart: whether `first` looks at lengths, which are the first of `more`, and does nothing else.
         """
         self.prepared, self.looks = ops.prepare(call), looks
         plan, p = self.prepared.forward, self.prepared.problem
@@ -111,9 +111,10 @@ class Kept:
         filled = {name: ("space", n) for name, n in at.items()}
         for name, (of, n) in zip(names, places, strict=True):
             filled[name] = ("space", at[of] + n) if of in at else (of, n)
-        self.row = ready.behind(first, [*more, "space"], filled, overlaps)
+        self.row = ready.behind(first, [*more, "space"], filled, apart)
         if self.row is None:
             raise LookupError
+        self.alone = ready.behind((), [*more, "space"], filled) if apart else None
         self.merges = ready.merge is not None
         room = ready.merge.size.numel() if self.merges else 0
         size = self.bytes // 4 + room
@@ -145,7 +146,10 @@ class Kept:
         addresses.append(self.marks().data_ptr())
         if self.merges:
             addresses.append(at + self.bytes)
-        self.row.start([*addresses, *[t.data_ptr() for t in others], at])
+        row = self.row
+        if self.alone is not None and not values.to_look_at(others[0], k.shape[1]):
+            row = self.alone
+        row.start([*addresses, *[t.data_ptr() for t in others], at])
         if len(others) == 3:  # new keys, which are in the caches now
             torch.autograd.graph.increment_version((k, v))
         if follows and space is not None:
@@ -205,6 +209,7 @@ def cached(
     )  # fmt: skip
     if call.needs_gradient or not cache.batch:
         return None
+    first: list[tuple[Callable[..., Any], Sequence[str]]]
     if new:
         added = launches.of_append(new[0], new[1], k_cache, v_cache, lengths, cache.name)
         first = [(added.step, ("new_k", "new_v", "k", "v", "lengths"))]
@@ -213,6 +218,6 @@ def cached(
     looks = [(0, cache.name, values.check_filled, cache.capacity, cache.added)]
     try:
         more = ("lengths", "new_k", "new_v")[: 1 + len(new)]
-        return Kept(call, {}, first, more, looks, {"lengths": lengths}, overlaps=not new)
+        return Kept(call, {}, first, more, looks, {"lengths": lengths}, apart=not new)
     except LookupError:
         return None

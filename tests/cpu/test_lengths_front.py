@@ -155,7 +155,12 @@ def test_caches(stub, memory, options, new, like):
     lengths = torch.full((b,), n - 9, dtype=torch.int32)
     options = options | {"return_softmax_lse": bool(new), "cache_seqlens": lengths}
     before = k._version
-    one = same_three_times(stub, memory, lambda: flash_attn.flash_attn_with_kvcache(q, k, v, *added, **options))
+
+    def call():
+        lengths.add_(0)  # or else they are looked at no more
+        return flash_attn.flash_attn_with_kvcache(q, k, v, *added, **options)
+
+    one = same_three_times(stub, memory, call)
     assert one.merges == (n == 8192 and "num_splits" not in options)
     assert k._version - before == 3 * bool(new)
 
@@ -167,11 +172,17 @@ def test_the_attention_does_not_wait_for_who_looks_at_lengths(stub, version, new
     q, k, v, *added = heads(3, 4).view(3, 1, 4, 64), *(heads(3 * n, 4).view(3, n, 4, 64) for n in (300, 300, 2, 2))
     lengths = torch.full((3,), 9, dtype=torch.int32)
     sizes = []
-    for _ in range(3):
+    for changes in (True, True, True, False, False, True):
         stub.told()
+        if changes:
+            lengths.add_(0)
         flash_attn.flash_attn_with_kvcache(q, k, v, *added[:new], cache_seqlens=lengths)
         sizes.append(len(stub.told()))
+    assert sizes[0] == sizes[1]
     assert sizes[2] - sizes[1] == attributes * ctypes.sizeof(driver._Attribute)
+    assert sizes[3] == sizes[4]
+    assert (sizes[3] < sizes[1]) == (not new), "they have not changed since they were looked at"
+    assert sizes[5] == sizes[2]
 
 
 def test_gradients(stub):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import test_triton_interpreter as shared
@@ -326,6 +327,30 @@ def test_a_flag_made_in_inference_mode_is_cleared_outside():
     with torch.inference_mode():
         flag = values.Flag(torch.device("cpu"), pinned=False)
     assert flag.errors() == []
+
+
+def test_kernels_look_once_at_what_does_not_change(monkeypatch):
+    """But again in each graph, and where nothing counts changes."""
+    now = SimpleNamespace(graph=0)
+    monkeypatch.setattr(values, "_graph", lambda _: now.graph)
+    n = torch.tensor([3, 4, 5])
+    assert [values.to_look_at(n, 9), values.to_look_at(n, 9), values.to_look_at(n, 8)] == [True, False, True]
+    assert values.to_look_at(n[1:], 9)
+    n[1:] += 1
+    assert [values.to_look_at(n, 9), values.to_look_at(n, 9)] == [True, False]
+    now.graph = 7
+    assert [values.to_look_at(n, 9), values.to_look_at(n, 9)] == [True, False]
+    with torch.inference_mode():
+        made = torch.tensor([3])
+    assert values.to_look_at(made, 9)
+    assert values.to_look_at(made, 9)
+    address = id(n.untyped_storage())
+    assert address in values._LOOKED
+    del n
+    gc.collect()
+    assert address not in values._LOOKED
+    monkeypatch.setattr(values, "CHECKS", False)
+    assert not values.to_look_at(made, 9)
 
 
 def test_a_tensor_is_seen_once():

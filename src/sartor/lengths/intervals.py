@@ -184,9 +184,9 @@ def cached_table(like: Tensor, lengths: Tensor | int, sides: Pair, cache: Cache)
 
 def look_at_filled(lengths: Tensor, cache: Cache) -> None:
     """Look at lengths (batch,) that a mask reads itself, as `cached_table` would. On a GPU `append` tells what is wrong
-    where keys are added, else one small launch."""
+    where keys are added, else one small launch, once for all layers."""
     values.look(cache.name, lengths, values.check_filled, cache.capacity, cache.added)
-    if cache.batch and not cache.added and by_kernel(lengths):
+    if cache.batch and not cache.added and by_kernel(lengths) and values.to_look_at(lengths, cache.capacity):
         from sartor.lengths import launches
 
         launches.filled(lengths, cache)

@@ -1,8 +1,8 @@
 """Values of cu_seqlens and of cache lengths, which are data: when they are looked at, and how a wrong one is told.
 
 On a CPU every call looks at them. Elsewhere looking waits for the device. So a tensor is looked at when it is first
-seen, and no more when it is changed in place, as a decode loop does: the kernels clamp what they read, and tell what is
-wrong by writing to pinned memory of the host, at no cost for the call. A later call, or `check`, raises the error.
+seen, and no more when it is changed in place, as a decode loop does: the kernels clamp what they read, and one of
+them tells what is wrong by writing to pinned memory of the host. A later call, or `check`, raises the error.
 `SARTOR_CHECKS=0` in the environment spares GPUs both.
 """
 
@@ -16,6 +16,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+
+from sartor import driver
 
 CHECKS = os.environ.get("SARTOR_CHECKS", "1") != "0"
 ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_k", "lengths", "cache_seqlens")  # that kernels tell of
@@ -68,6 +70,32 @@ def _remember(t: torch.Tensor) -> None:
     if found is None or found[0]() is not storage or len(found[1]) >= MOST_PLACES:
         found = _SEEN[key] = weakref.ref(storage, lambda _: _SEEN.pop(key, None)), set()
     found[1].add(_place(t))
+
+
+_LOOKED: dict[int, tuple[Any, dict[tuple[int, ...], tuple[int, int]]]] = {}  # likewise
+
+
+def to_look_at(t: torch.Tensor, *rest: int) -> bool:
+    """Whether a kernel is to look at t, and compare it with the rest: since none did, it was changed in place, or this
+    is another graph. Those of all layers read the same lengths."""
+    if not CHECKS:
+        return False
+    try:
+        now = t._version, _graph(t.device)
+    except RuntimeError:  # nothing counts the changes of what was made in inference mode
+        return True
+    storage, what = t.untyped_storage(), (*_place(t), *rest)
+    found = _LOOKED.get(id(storage))
+    if found is None or found[0]() is not storage or len(found[1]) >= MOST_PLACES:
+        key = id(storage)
+        found = _LOOKED[key] = weakref.ref(storage, lambda _: _LOOKED.pop(key, None)), {}
+    same = found[1].get(what) == now
+    found[1][what] = now
+    return not same
+
+
+def _graph(device: torch.device) -> int:
+    return driver.capture(torch._C._cuda_getCurrentRawStream(device.index)) if capturing(device) else 0
 
 
 def capturing(device: torch.device) -> bool:

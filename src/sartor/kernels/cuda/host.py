@@ -24,7 +24,7 @@ COUNTERS = 4  # two of the scheduler, two of who splits float32
 _WORKSPACES: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 _REPLACED: list[torch.Tensor] = []  # by larger ones: launches that are not done use them, and no allocator knows
 _SPARE: dict[int, torch.Tensor] = {}  # by device: for the next graph, as none can be made while it is captured
-_OF_GRAPHS: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, capture and stream: a graph uses it as long as it lives
+_OF_GRAPHS: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, capture, stream: a graph's, as long as it lives
 MOST_GRAPHS = 256  # with a workspace that was cleared before
 Made = TypeVar("Made")
 
