@@ -295,6 +295,71 @@ def test_a_cache_in_a_cuda_graph():
         sartor.check()
 
 
+def test_lengths_are_looked_at_in_each_graph():
+    """Once, for all of its calls, which read the same ones."""
+    q, *caches, _, _ = cached()
+    lengths = cuda([0, 3, PLACES - 4])
+    for _ in range(2):
+        attend = lambda: sartor.flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths)  # noqa: E731 - one use
+        graph, out = captured(lambda: [attend() for _ in range(3)])  # noqa: B023 - called at once
+        for found, words in WRONG_LENGTHS.values():
+            lengths.copy_(cuda(found))
+            graph.replay()
+            with pytest.raises(ValueError, match=words):
+                sartor.check()
+        lengths.copy_(cuda([1, 2, 3]))
+        graph.replay()
+        sartor.check()
+        assert all(torch.equal(one, attend()) for one in out)
+
+
+def test_graphs_do_not_share_a_workspace():
+    """Nor clear it: two that run side by side, and the calls of the stream on which they were captured."""
+    leaves = [[torch.randn(2, n, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv"] for n in (1500, 2500)]
+    runs = [lambda x=x: [sartor.attention(*x, causal=True) for _ in range(3)] for x in leaves]
+    with torch.no_grad():
+        want = [run()[0] for run in runs]
+        graphs = [captured(run) for run in runs]
+        streams = [torch.cuda.Stream() for _ in graphs]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            for (graph, _), stream in zip(graphs, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            beside = runs[0]()
+        torch.cuda.synchronize()
+    for (_, found), right in zip(graphs, want, strict=True):
+        assert all(torch.equal(one, right) for one in found)
+    assert all(torch.equal(one, want[0]) for one in beside)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
+def test_a_cache_that_is_filled_in_part_is_split_by_what_is_filled(queries, heads):
+    """Whatever lies beyond, and with so few keys that splits have none."""
+    capacity, lengths = 9000, [8999, 4000, 130, 64, 3, 0]
+    make = torch.Generator("cuda").manual_seed(0)
+    shapes = (queries, heads[0]), (capacity, heads[1]), (capacity, heads[1])
+    q, k, v = (
+        torch.randn(1, n, h, 128, device="cuda", dtype=torch.bfloat16, generator=make) for n, h in shapes
+    )  # fmt: skip
+    for n in lengths:
+        k[:, n:], v[:, n:] = 7e4, torch.nan
+        for causal in (False, True):
+            n_keys = cuda([n])
+            out, lse = sartor.flash_attn_with_kvcache(
+                q, k, v, cache_seqlens=n_keys, causal=causal, return_softmax_lse=True
+            )  # fmt: skip
+            explained = sartor.explain(q, k, v, mask=mods.cached(n_keys, queries, capacity, causal=causal))
+            assert explained.plan.tile.num_splits > 1
+            if not n:
+                assert not out.any()
+                continue
+            want = sartor.attention(q, k[:, :n], v[:, :n], causal=causal, return_lse=True, kernel="reference")
+            torch.testing.assert_close(out, want[0], atol=4e-3, rtol=2e-2)
+            torch.testing.assert_close(lse, want[1], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_packed_sequences_compiled(mode, dynamic):
