@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 
 from sartor import lengths_front
 from sartor.api import attention
-from sartor.checks import boolean, dense, is_integer, needs_operator, slopes, slopes_without_gradient
+from sartor.checks import boolean, dense, is_integer, slopes, slopes_without_gradient
+from sartor.compat import kvcache
 from sartor.compat.arguments import named
+from sartor.compat.rotary import rotary_of
 from sartor.lengths.append import append
-from sartor.lengths.intervals import Cache, cached_table, look_at_filled
-from sartor.lengths.pages import check_table, gather, write_back
-from sartor.mods.core import Mask, Score
-from sartor.mods.masks import ends_of, of_cache, of_filled, packed_as
-from sartor.mods.scores import alibi_of_cache, packed_alibi
+from sartor.lengths.intervals import NO_SIDE, Cache
+from sartor.lengths.pages import gather, write_back
+from sartor.mods.masks import ends_of, packed_as
+from sartor.mods.scores import packed_alibi
 
 Tensor = torch.Tensor
 Window = tuple[int | None, int | None]
@@ -299,24 +299,39 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, heads_q, dim).
         k_cache, v_cache: (batch, capacity, heads_kv, dim).
         k, v: (batch, seqlen_new, heads_kv, dim), written into the caches from place cache_seqlens[b] on; or None.
+        rotary_cos, rotary_sin: floats (seqlen_ro, rotary_dim / 2), where k and v are given: a copy of k is turned by
+            rows cache_seqlens[b], cache_seqlens[b] + 1, ... of them before it is written. So is one of q, with
+            `causal` or a window; else all queries of an item are turned by row cache_seqlens[b]. Places past the last
+            row take that. Computed in float32 (float64 for float64 inputs) and rounded once; columns of a head from
+            rotary_dim on stay.
+        rotary_interleaved: True turns columns 0 and 1, 2 and 3, ... of a head as pairs; False columns i and
+            i + rotary_dim / 2.
         cache_seqlens: an integer, or integers (batch,): places that are filled, before k and v are added. None: all.
             `sartor.check` says when values are looked at; of new keys past the end only those that fit are written.
             Layers that share lengths spare time with `sartor.mods.cached`.
+        cache_leftpad: int32 or int64 (batch,): keys of item b before place cache_leftpad[b] are seen by none. Places
+            are counted as without it. Values are looked at as those of cache_seqlens, in compiled graphs not at all.
+        cache_batch_idx: int32 or int64 (batch,): then the caches have any number of rows, and row cache_batch_idx[b]
+            is that of item b. Rows are copied for the call, as pages are. New keys of items that share a row may come
+            from either.
+        block_table: int32 or int64 (batch, pages of an item): then the caches are (pages, page_size, heads_kv, dim), of
+            any page size, and row b names the pages that item b's places lie in, -1 where there is none. Pages are
+            copied to a dense cache for the call, which costs a read and a write of all places that the table spans:
+            make it no wider than the longest item needs. Not together with cache_batch_idx.
         softmax_scale, softcap: as for `flash_attn_func`.
         causal, window_size: aligned at an item's last query and its last key.
         alibi_slopes: float32 (heads_q,) or (batch, heads_q).
         num_splits: 1 keeps the keys whole, so that what else is in the batch changes no bit; with 0 or more than 1
             they are taken in as many parts as suit the GPU.
-        rotary_interleaved: accepted; nothing depends on it.
         return_softmax_lse: return (out, lse), lse (batch, heads_q, seqlen_q).
-        block_table: int32 or int64 (batch, pages of an item): then the caches are (pages, page_size, heads_kv, dim), of
-            any page size, and row b names the pages that item b's places lie in, -1 where there is none. Pages are
-            copied to a dense cache for the call, which costs a read and a write of all places that the table spans:
-            make it no wider than the longest item needs.
-        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad: None; others raise NotImplementedError.
 
     Returns:
         out (batch, seqlen_q, heads_q, dim).
+
+    Raises:
+        TypeError, ValueError: other types, shapes, dtypes or devices, only one of rotary_cos and rotary_sin, or these
+            without new keys; on a CPU also numbers of pages or rows that there are not, which elsewhere read the
+            nearest.
     """
     kept, tensors = None, (q, k_cache, v_cache, cache_seqlens, *(() if k is None else (k, v)))
     plain = rotary_cos is None and rotary_sin is None and cache_batch_idx is None and cache_leftpad is None
@@ -327,18 +342,11 @@ def flash_attn_with_kvcache(
         found = kept.attend(tensors, return_softmax_lse) if isinstance(kept, lengths_front.Kept) else None
         if found is not None:
             return found[0] if found[1] is None else (found[0], found[1])
-    missing = {
-        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
-        "cache_leftpad": cache_leftpad,
-    }  # fmt: skip
-    for name, value in missing.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} must be None, got {type(value).__name__}: it is not supported yet")
     _check_dims("batch, seqlen, heads, dim", q=q, k_cache=k_cache, v_cache=v_cache)
     pages = k_cache, v_cache
-    if block_table is not None:
-        check_table("block_table", block_table, q.shape[0], k_cache, v_cache)
-        k_cache, v_cache = (gather("block_table", t, block_table) for t in pages)
+    table = kvcache.table_of(block_table, cache_batch_idx, q.shape[0], k_cache, v_cache)
+    if table is not None:
+        k_cache, v_cache = gather(table, k_cache), gather(table, v_cache)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         if t.shape[0] != q.shape[0]:
             raise ValueError(f"{name} must have the batch of q, {q.shape[0]}, got batch {t.shape[0]}")
@@ -349,67 +357,29 @@ def flash_attn_with_kvcache(
         "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": num_splits == 1,
         "return_lse": return_softmax_lse,
     }  # fmt: skip
-    if cache_seqlens is None and k is None and v is None:
+    new = k is not None or v is not None
+    whole = cache_seqlens is None and not new
+    before = k_cache.shape[1] if whole else kvcache.lengths_of(cache_seqlens, q)
+    added = kvcache.check_new(k_cache, v_cache, k, v) if new else 0
+    rotary = rotary_of(rotary_cos, rotary_sin, rotary_interleaved, q, k)
+    if whole and cache_leftpad is None:
         return _attend_to_cache(
             q, k_cache, v_cache, causal=causal, window=window_size, alibi_slopes=alibi_slopes, **options
         )
-    before = _cache_lengths(cache_seqlens, q)
-    added = 0 if k is None and v is None else _check_new(k_cache, v_cache, k, v)
     ends = ends_of(causal, window_size)
     cache = Cache(q.shape[0], q.shape[1], k_cache.shape[1], added, "cache_seqlens")
-    mask, score = _cache_mask(q, before, ends, cache, alibi_slopes, (k_cache, v_cache, k, v))
+    mask, score = kvcache.mask_of(q, before, ends, cache, cache_leftpad, alibi_slopes, (k_cache, v_cache, k, v))
     if k is not None and v is not None:  # the caches are written to when all else that is looked at here is right
+        if rotary is not None:
+            q, k = rotary.turn(q, before, moves=ends != (NO_SIDE, NO_SIDE)), rotary.turn(k, before)
         append(k_cache, v_cache, k, v, before, cache.name)
-        if block_table is not None:
-            write_back(pages[0], block_table, k_cache, before, added)
-            write_back(pages[1], block_table, v_cache, before, added)
+        if table is not None:
+            write_back(table, pages[0], k_cache, before, added)
+            write_back(table, pages[1], v_cache, before, added)
     result = _attend_to_cache(q, k_cache, v_cache, mask=mask, score=score, **options)
     if isinstance(kept, lengths_front.New):
         kept.keep(lengths_front.cached(tensors, ends, cache, softmax_scale, softcap, num_splits == 1))
     return result
-
-
-def _cache_mask(
-    q: Tensor, lengths: int | Tensor, ends: tuple[int, int], cache: Cache, alibi_slopes: Tensor | None, others: Any
-) -> tuple[Mask, Score | None]:
-    """The mask of a cache, and what slopes change of its scores. The mask reads the lengths themselves where nothing
-    needs them later."""
-    follows = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *others))
-    if isinstance(lengths, Tensor) and alibi_slopes is None and not follows and not needs_operator(q):
-        look_at_filled(lengths, cache)
-        return of_filled(lengths, cache.added, ends), None
-    table = cached_table(q, lengths, ends, cache)
-    if alibi_slopes is None:
-        return of_cache(table, ends), None
-    slopes(alibi_slopes, q.shape[2], q.shape[0], q.device)
-    slopes_without_gradient(alibi_slopes)
-    return of_cache(table, ends), alibi_of_cache(alibi_slopes, table[1])
-
-
-def _cache_lengths(given: int | Tensor | None, q: Tensor) -> int | Tensor:
-    if is_integer(given):
-        return operator.index(given)  # type: ignore[arg-type]
-    dense("cache_seqlens", given)
-    lengths: Tensor = given  # type: ignore[assignment]
-    if lengths.dtype not in (torch.int32, torch.int64) or lengths.dim() != 1 or lengths.shape[0] != q.shape[0]:
-        found = f"{lengths.dtype} {tuple(lengths.shape)}"
-        raise ValueError(f"cache_seqlens must be int32 or int64 of shape {(q.shape[0],)}, got {found}")
-    if lengths.device != q.device:
-        raise ValueError(f"cache_seqlens must be on the device of q, {q.device}, got {lengths.device}")
-    return lengths
-
-
-def _check_new(k_cache: Tensor, v_cache: Tensor, k: Any, v: Any) -> int:
-    """How many keys are added, which have the shape that their caches ask for."""
-    for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        dense(name, t)
-        want = (cache.shape[0], *k.shape[1:2], *cache.shape[2:])
-        if t.shape != want or t.dtype != cache.dtype or t.device != cache.device:
-            found = f"{t.dtype} {tuple(t.shape)} on {t.device}"
-            raise ValueError(f"{name} must be {cache.dtype} {want}, as its cache is, on {cache.device}, got {found}")
-    if k.shape[1] > k_cache.shape[1]:
-        raise ValueError(f"k must have at most the {k_cache.shape[1]} places of its cache, got {k.shape[1]}")
-    return int(k.shape[1])
 
 
 def _check_dims(dims: str, **tensors: Any) -> None:

@@ -150,11 +150,11 @@ def flash_attn_with_kvcache(
         cache_seqlens: an integer, or integers (batch,): places that are filled, before k and v are added. None: all.
         softmax_scale, causal, window_size, softcap, num_splits: as for `sartor.flash_attn_with_kvcache`.
         return_softmax_lse: return (out, lse); lse (batch, heads_q, seqlen_q), natural log.
+        rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad: the same.
         page_table: as flash-attn 2's block_table.
-        rotary_interleaved, max_seqlen_q, scheduler_metadata, pack_gqa, sm_margin: accepted; nothing depends on them.
-        qv, rotary_cos, rotary_sin, rotary_seqlens, cache_batch_idx, cache_leftpad, cu_seqlens_q,
-            cu_seqlens_k_new, q_descale, k_descale, v_descale, attention_chunk: left out; others raise
-            NotImplementedError.
+        max_seqlen_q, scheduler_metadata, pack_gqa, sm_margin: accepted; nothing depends on them.
+        qv, rotary_seqlens, cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, attention_chunk: left out;
+            others raise NotImplementedError.
 
     Returns:
         out (batch, seqlen_q, heads_q, dim), or (out, lse).

@@ -156,6 +156,13 @@ _FILLED_WINDOW = interval(  # aux: length, shift + right + 1, shift - left
     aux=(_OF_ITEMS, _OF_ITEMS, _OF_ITEMS),
     name="cached",
 )
+_BEHIND = interval(  # aux: the first place that is seen
+    rows=lambda b, h, q, aux: (aux[0], None),
+    cols=lambda b, h, kv, aux: (None, where(kv < aux[0], 0, BIG)),
+    aux=(_OF_ITEMS,),
+    name="leftpad",
+)
+_PADDED, _PADDED_WINDOW = _FILLED & _BEHIND, _FILLED_WINDOW & _BEHIND
 
 
 def packed(
@@ -266,11 +273,19 @@ def _filled(dtype: torch.dtype, added: int, left: int, right: int) -> Mask:
     return interval(rows, cols, (any_lengths, added, capacity, end, first)[: 4 + (left != NO_SIDE)], "cached")
 
 
-def of_cache(table: torch.Tensor, ends: Pair) -> Mask:
-    """The mask over a table of `cached_table`, which was made with these ends."""
+def of_cache(table: torch.Tensor, ends: Pair, leftpad: torch.Tensor | None = None) -> Mask:
+    """The mask over a table of `cached_table`, which was made with these ends. leftpad: int32 or int64 (batch,): places
+    before them are seen by none."""
     length, _, first, end = table.unbind()
-    template, used = (_FILLED, (length, end)) if ends[0] == NO_SIDE else (_FILLED_WINDOW, (length, end, first))
-    return _over(template, used, (table.shape[1], 2, 2))
+    used, windowed = [length, end], ends[0] != NO_SIDE
+    if windowed:
+        used.append(first)
+    if leftpad is None:
+        template = _FILLED_WINDOW if windowed else _FILLED
+    else:
+        template = _PADDED_WINDOW if windowed else _PADDED
+        used.append(leftpad.clamp(0, BIG).int().view(-1, 1, 1, 1))
+    return _over(template, tuple(used), (table.shape[1], 2, 2))
 
 
 def _over(template: Mask, tensors: tuple[torch.Tensor, ...], sizes: tuple[int, int, int]) -> Mask:
