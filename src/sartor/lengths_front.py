@@ -1,10 +1,10 @@
 """Calls on packed sequences and on caches that are found by what tells them apart, before a mask or a `Call` is made of
 them, as `front` finds those on q, k and v alone.
 
-What is kept of one is a list of launches: those that read the lengths, which fill the mask's table and add new keys to
-a cache, then those of the attention. A call allocates its results and one workspace, and starts the list. It is kept
-when an equal call comes for the second time: lengths that change with every call, as the tokens of a batch do, would
-have more to do otherwise. Whatever is unusual goes the way of all calls.
+What is kept of one is a list of launches: those that read the lengths, which fill the mask's table, look at them, or
+add new keys to a cache, then those of the attention. A call allocates its results and one workspace, and starts the
+list. It is kept when an equal call comes for the second time: lengths that change with every call, as the tokens of a
+batch do, would have more to do otherwise. Whatever is unusual goes the way of all calls.
 """
 
 from __future__ import annotations
