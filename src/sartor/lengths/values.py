@@ -180,7 +180,9 @@ def check() -> None:
 
     Values are looked at when a tensor is first seen, and those on a CPU by every call. What was changed in place since
     then, on a GPU or by a CUDA graph that is replayed, is clamped, so that nothing is read or written out of bounds;
-    the error is raised by this function, or by a later call on packed sequences or a cache outside of a graph.
+    the error is raised by this function, or by a later call on packed sequences or a cache outside of a graph. Lengths
+    of a cache to which nothing is added are looked at again when torch has changed them, and in each graph that reads
+    them: what other graphs or kernels do to them is clamped in silence.
 
     Not to be called while a CUDA graph is captured. Returns None if nothing was wrong since the last time.
     """
