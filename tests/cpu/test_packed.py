@@ -237,6 +237,8 @@ def case_lengths_that_a_mask_reads(lengths, added, words):
     else:
         launches.filled(n, Cache(len(lengths), 1, 9))
     with pytest.raises(ValueError, match=words) if words else nullcontext():
+        if added:  # a later launch tells of it too
+            launches.append(new, new, *torch.zeros(2, len(lengths), 9, 1, 4), n.clamp(0, 7), "lengths")
         sartor.check()
 
 
@@ -244,9 +246,10 @@ def case_lengths_that_a_mask_reads(lengths, added, words):
     ("dim", "dim_v", "dtype"), [(8, 8, torch.float16), (7, 5, torch.float16), (4, 16, torch.float32)]
 )
 def case_append(dim, dim_v, dtype):
-    """What fits is written, in any layout and alignment; nothing else is."""
+    """What fits is written, in any layout and alignment; nothing else is, which is told."""
     from sartor.lengths import launches
 
+    flagged()
     k, v = torch.randn(4, 3, 2, dim).to(dtype), torch.randn(4, 2, 3, dim_v).to(dtype).transpose(1, 2)
     caches = torch.randn(4, 9, 2, dim).to(dtype), torch.randn(4, 2, 9, dim_v + 1).to(dtype)[..., 1:].transpose(1, 2)
     lengths, want = torch.tensor([-2, 3, 7, 2**40]), [t.clone() for t in caches]
@@ -256,6 +259,8 @@ def case_append(dim, dim_v, dtype):
                 want[0][b, n + j], want[1][b, n + j] = k[b, j], v[b, j]
     launches.append(k, v, *caches, lengths, "lengths")
     assert all(map(torch.equal, caches, want))
+    with pytest.raises(ValueError, match="lengths must leave room for the new keys"):
+        sartor.check()
 
 
 # ---- masks that read lengths themselves

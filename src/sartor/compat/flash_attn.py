@@ -308,7 +308,6 @@ def flash_attn_with_kvcache(
             i + rotary_dim / 2.
         cache_seqlens: an integer, or integers (batch,): places that are filled, before k and v are added. None: all.
             `sartor.check` says when values are looked at; of new keys past the end only those that fit are written.
-            Layers that share lengths spare time with `sartor.mods.cached`.
         cache_leftpad: int32 or int64 (batch,): keys of item b before place cache_leftpad[b] are seen by none. Places
             are counted as without it. Values are looked at as those of cache_seqlens, in compiled graphs not at all.
         cache_batch_idx: int32 or int64 (batch,): then the caches have any number of rows, and row cache_batch_idx[b]

@@ -38,6 +38,12 @@ def _tell(flags, word, wrong, value, beside):
 
 
 @triton.jit
+def _tell_filled(n, inside, most, flags, word):
+    """Of lengths, whether they are between 0 and `most`."""
+    _tell(flags, word, inside & ((n < 0) | (n > most)), n, n * 0 + most)
+
+
+@triton.jit
 def _check(ends_ptr, stride, sequences, limit, flags, word, BLOCK: tl.constexpr):
     """Of the elements of one of cu_seqlens, this program's share: whether they begin with 0, fall, or end too late."""
     for first in range(tl.program_id(0) * BLOCK, sequences + 1, tl.num_programs(0) * BLOCK):
@@ -142,7 +148,7 @@ def cached_kernel(
     n = b * 0 + uniform
     if uniform < 0:
         n = _value(lengths_ptr + b.to(tl.int64) * stride, b < batch)
-        _tell(flags, word, (b < batch) & ((n < 0) | (n > capacity - added)), n, n * 0 + (capacity - added))
+        _tell_filled(n, b < batch, capacity - added, flags, word)
     length = _within(tl.maximum(tl.minimum(n, capacity), -added) + added, capacity)
     tl.store(table_ptr + b, length, mask=b < batch)
     tl.store(table_ptr + pitch + b, length - seqlen_q, mask=b < batch)
@@ -152,12 +158,12 @@ def cached_kernel(
 
 @triton.jit
 def _check_filled(lengths_ptr, stride, batch, most, flags, word, BLOCK: tl.constexpr):
-    """Whether lengths are between 0 and `most`."""
+    """`_tell_filled` of all lengths, by one program."""
     if flags != 0:
         for first in range(0, batch, BLOCK):
             b = first + tl.arange(0, BLOCK)
             n = _value(lengths_ptr + b.to(tl.int64) * stride, b < batch)
-            _tell(flags, word, (b < batch) & ((n < 0) | (n > most)), n, n * 0 + most)
+            _tell_filled(n, b < batch, most, flags, word)
 
 
 FILLED = "lengths_ptr", "stride", "batch", "most", "flags", "word"

@@ -140,7 +140,8 @@ def _overlaps(device: torch.device) -> bool:
 
 def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, name: str) -> None:
     """Write k and v (batch, added, heads, dim) into their caches from place lengths[b] on, as far as they fit there.
-    Errors call the lengths `name`."""
+    Errors call the lengths `name`. Raises ValueError for what an earlier launch found wrong."""
+    values.flag(k.device)
     one = of_append(k, v, k_cache, v_cache, lengths, name)
     if one.grid:
         launch(one)

@@ -50,7 +50,26 @@ def look(name: str, t: torch.Tensor, check: Callable[..., None], *rest: int) -> 
         _remember(t)
 
 
-_SEEN: dict[int, tuple[Any, set[tuple[int, ...]]]] = {}  # by the address of a storage's object, with what says it lives
+Places = dict[tuple[int, ...], Any]  # in a storage, each with what is known of it
+Known = dict[int, tuple[Any, Places]]  # by the address of a storage's object, with what says that it lives
+_SEEN: Known = {}
+_LOOKED: Known = {}  # in which version and graph a kernel looked
+
+
+def _of(known: Known, t: torch.Tensor) -> Places:
+    """What is known of a tensor's storage while that lives."""
+    storage = t.untyped_storage()
+    key = id(storage)
+    found = known.get(key)
+    if found is None or found[0]() is not storage:
+        found = known[key] = weakref.ref(storage, lambda _: known.pop(key, None)), {}
+    return found[1]
+
+
+def _add(places: Places, place: tuple[int, ...], state: Any = True) -> None:
+    if len(places) >= MOST_PLACES:
+        places.clear()
+    places[place] = state
 
 
 def _place(t: torch.Tensor) -> tuple[int, ...]:
@@ -58,21 +77,11 @@ def _place(t: torch.Tensor) -> tuple[int, ...]:
 
 
 def _seen(t: torch.Tensor) -> bool:
-    storage = t.untyped_storage()
-    found = _SEEN.get(id(storage))
-    return found is not None and found[0]() is storage and _place(t) in found[1]
+    return _place(t) in _of(_SEEN, t)
 
 
 def _remember(t: torch.Tensor) -> None:
-    storage = t.untyped_storage()
-    key = id(storage)
-    found = _SEEN.get(key)
-    if found is None or found[0]() is not storage or len(found[1]) >= MOST_PLACES:
-        found = _SEEN[key] = weakref.ref(storage, lambda _: _SEEN.pop(key, None)), set()
-    found[1].add(_place(t))
-
-
-_LOOKED: dict[int, tuple[Any, dict[tuple[int, ...], tuple[int, int]]]] = {}  # likewise
+    _add(_of(_SEEN, t), _place(t))
 
 
 def to_look_at(t: torch.Tensor, *rest: int) -> bool:
@@ -84,14 +93,11 @@ def to_look_at(t: torch.Tensor, *rest: int) -> bool:
         now = t._version, _graph(t.device)
     except RuntimeError:  # nothing counts the changes of what was made in inference mode
         return True
-    storage, what = t.untyped_storage(), (*_place(t), *rest)
-    found = _LOOKED.get(id(storage))
-    if found is None or found[0]() is not storage or len(found[1]) >= MOST_PLACES:
-        key = id(storage)
-        found = _LOOKED[key] = weakref.ref(storage, lambda _: _LOOKED.pop(key, None)), {}
-    same = found[1].get(what) == now
-    found[1][what] = now
-    return not same
+    places, place = _of(_LOOKED, t), (*_place(t), *rest)
+    if places.get(place) == now:
+        return False
+    _add(places, place, now)
+    return True
 
 
 def _graph(device: torch.device) -> int:

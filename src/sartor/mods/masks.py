@@ -144,18 +144,25 @@ _INTERVALS = interval(
     aux=(_OF_ROWS, _OF_ROWS, _OF_COLUMNS, _OF_COLUMNS),
     name="packed",
 )
-_FILLED = interval(  # aux: length, shift + right + 1; of which the keys may be taken in parts
-    rows=lambda b, h, q, aux: (None, minimum(aux[0], q + aux[1])),
-    cols=lambda b, h, kv, aux: (kv - aux[1] + 1, where(kv < aux[0], BIG, 0)),
-    aux=(_OF_ITEMS, _OF_ITEMS),
-    name="cached",
-)
-_FILLED_WINDOW = interval(  # aux: length, shift + right + 1, shift - left
-    rows=lambda b, h, q, aux: (q + aux[2], minimum(aux[0], q + aux[1])),
-    cols=lambda b, h, kv, aux: (kv - aux[1] + 1, where(kv < aux[0], kv - aux[2] + 1, 0)),
-    aux=(_OF_ITEMS, _OF_ITEMS, _OF_ITEMS),
-    name="cached",
-)
+
+
+def _cached(length: Any, end: Any, first: Any, aux: tuple[Any, ...]) -> Mask:
+    """The mask of a cache by what these three make of aux: an item's length; the end of what query 0 sees without it,
+    shift + right + 1; and the first key that query 0 sees, shift - left, or None, where keys may be taken in parts."""
+
+    def rows(b: Any, h: Any, q: Any, aux: Any) -> Any:
+        return None if first is None else q + first(aux), minimum(length(aux), q + end(aux))
+
+    def cols(b: Any, h: Any, kv: Any, aux: Any) -> Any:
+        past = BIG if first is None else kv - first(aux) + 1
+        return kv - end(aux) + 1, where(kv < length(aux), past, 0)
+
+    return interval(rows, cols, aux, "cached")
+
+
+_LENGTH, _END, _FIRST = map(operator.itemgetter, range(3))  # which a table holds as they are
+_FILLED = _cached(_LENGTH, _END, None, (_OF_ITEMS,) * 2)
+_FILLED_WINDOW = _cached(_LENGTH, _END, _FIRST, (_OF_ITEMS,) * 3)
 _BEHIND = interval(  # aux: the first place that is seen
     rows=lambda b, h, q, aux: (aux[0], None),
     cols=lambda b, h, kv, aux: (None, where(kv < aux[0], 0, BIG)),
@@ -255,22 +262,16 @@ def of_filled(lengths: torch.Tensor, added: int, ends: Pair) -> Mask:
 
 @lru_cache(maxsize=64)
 def _filled(dtype: torch.dtype, added: int, left: int, right: int) -> Mask:
-    any_lengths = torch.empty(2, 1, 1, 1, dtype=dtype, device="meta")
+    aux: list[Any] = [torch.empty(2, 1, 1, 1, dtype=dtype, device="meta"), added]
+    aux += [lambda _, seqlen_kv: seqlen_kv, lambda seqlen_q, _: right + 1 - seqlen_q]
+    if left != NO_SIDE:
+        aux.append(lambda seqlen_q, _: -left - seqlen_q)
 
-    def length(aux: Any) -> Any:  # capacity twice: it is no sum that leaves 32 bits
+    def length(aux: Any) -> Any:  # capacity twice: or else the sum may leave 32 bits
         return minimum(minimum(aux[0], aux[2]) + aux[1], aux[2])
 
-    def rows(b: Any, h: Any, q: Any, aux: Any) -> Any:
-        first = None if left == NO_SIDE else q + (length(aux) + aux[4])
-        return first, minimum(length(aux), q + (length(aux) + aux[3]))
-
-    def cols(b: Any, h: Any, kv: Any, aux: Any) -> Any:
-        end = BIG if left == NO_SIDE else kv - (length(aux) + aux[4]) + 1
-        return kv - (length(aux) + aux[3]) + 1, where(kv < length(aux), end, 0)
-
-    capacity = lambda seqlen_q, seqlen_kv: seqlen_kv  # noqa: E731
-    end, first = lambda seqlen_q, _: right + 1 - seqlen_q, lambda seqlen_q, _: -left - seqlen_q
-    return interval(rows, cols, (any_lengths, added, capacity, end, first)[: 4 + (left != NO_SIDE)], "cached")
+    first = None if left == NO_SIDE else lambda aux: length(aux) + aux[4]
+    return _cached(length, lambda aux: length(aux) + aux[3], first, tuple(aux))
 
 
 def of_cache(table: torch.Tensor, ends: Pair, leftpad: torch.Tensor | None = None) -> Mask:

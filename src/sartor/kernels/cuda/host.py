@@ -155,8 +155,8 @@ def workspace(device: torch.device, marks: int = 0) -> torch.Tensor:
 def _of_graph(device: torch.device, stream: int, size: int) -> torch.Tensor:
     key = device.index, driver.capture(stream), stream
     found = _OF_GRAPHS.get(key)
-    if found is None and _SPARE.get(device.index) is not None:
-        found = _OF_GRAPHS[key] = _SPARE.pop(device.index)
+    if found is None and (spare := _SPARE.pop(device.index, None)) is not None:
+        found = _OF_GRAPHS[key] = spare
     if found is None or found.numel() < size:
         return torch.zeros(size, dtype=torch.int32, device=device)
     return found
