@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -263,8 +263,8 @@ def runner(attend: Attend, w: Workload, x: Inputs) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
 
 
-def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """A CUDA graph of one call. Raises RuntimeError where there is no GPU."""
+def captured(run: Callable[[], Any]) -> Captured:
+    """A CUDA graph of some calls, as the layers of a step are. Raises RuntimeError where there is no GPU."""
     if not torch.cuda.is_available():
         raise RuntimeError("a CUDA graph needs an NVIDIA GPU")
     aside = torch.cuda.Stream()  # what a first call does is no part of it
@@ -275,10 +275,20 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = run()
+        for _ in range(Captured.calls):
+            result = run()
+    return Captured(graph, run, result)
 
-    def replay(_reads: Any = run) -> Any:  # what `run` holds, lengths say, is read by the graph
-        graph.replay()
-        return result
 
-    return replay
+@dataclass
+class Captured:
+    """A CUDA graph, which is replayed by a call."""
+
+    graph: Any
+    reads: Any  # what holds tensors, lengths say, that the graph reads
+    result: Any  # of the last of its calls
+    calls: ClassVar[int] = 8
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.result

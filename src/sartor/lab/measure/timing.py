@@ -65,6 +65,11 @@ class Timing:
         ordered = sorted(self.samples)
         return ordered[round(fraction * (len(ordered) - 1))]
 
+    def each(self, calls: int) -> Timing:
+        """Of a call, where a run makes so many."""
+        host, wall = (None if us is None else us / calls for us in (self.host_us, self.wall_us))
+        return Timing([ms / calls for ms in self.samples], host, wall)
+
     @property
     def ms(self) -> float:
         """The median."""
@@ -74,7 +79,8 @@ class Timing:
 def interleave(
     runs: Mapping[str, Run], device: torch.device, budget: Budget = Budget(), cold_l2: bool = False
 ) -> dict[str, Timing]:
-    """Time every candidate; a sample is one call, or as many as are long enough for the clock that events read."""
+    """Time every candidate; a sample is one call, or as many as are long enough for the clock that events read. A run
+    that makes several `calls` counts as these."""
     if not runs:
         return {}
     clock: _CudaClock | _HostClock = _CudaClock(device, cold_l2) if device.type == "cuda" else _HostClock()
@@ -108,7 +114,7 @@ def interleave(
         if found:
             timings[name].wall_us = median(wall for _, wall in found)
             timings[name].host_us = median(host for host, _ in found) if warm[name] <= 1.0 else None
-    return timings
+    return {name: timings[name].each(getattr(run, "calls", 1)) for name, run in runs.items()}
 
 
 def balanced(names: int, least: int = LEAST_ROUNDS) -> int:
