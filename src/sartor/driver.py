@@ -100,8 +100,8 @@ class Step(NamedTuple):
         name: the kernel's, for messages.
         block: threads a block.
         shared: bytes of dynamic shared memory a block.
-        overlaps: whether it may begin before the launch before it has ended (programmatic dependent launch), of which
-            it needs nothing.
+        overlaps: whether it may begin before the launch before it has ended (programmatic dependent launch): its
+            kernel waits for that one itself, or needs nothing of it.
     """
 
     letters: Sequence[str]

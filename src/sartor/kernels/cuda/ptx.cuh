@@ -85,6 +85,10 @@ DEVICE bool group_any(int id, bool mine, int threads = 128) {
   return __any_sync(ALL, any);  // tells the compiler that the answer is uniform
 }
 
+// ---- launches that overlap (programmatic dependent launch)
+DEVICE void await_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void next_launch_may_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- registers
 template <int N> DEVICE void registers_fewer() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }

@@ -311,6 +311,9 @@ struct Consumer : Worker {
   // The end of a query tile where no other product goes along with its last one; returns whether there is a next tile.
   // `leaves`: other warpgroups see more keys, and may wait for this one to pass over them
   DEVICE bool end_alone(Done& last, bool more, bool leaves) {
+#if SPLIT
+    next_launch_may_begin();  // the merge, which waits itself for the end of this one
+#endif
     const u32 room = q_tile(), left = rings.q.empty();
     if (AHEAD) {
       if (!Q_REGISTERS && !STAGED_ALONE) release(left);

@@ -488,7 +488,7 @@ class Merge:
         kernel = nvrtc.Kernel(binary, MERGE_PARAMS, MERGE_COLUMNS, fixed=fixed)
         takes = {"outs": "outs", "sums": "sums", "out": "out", "lse": "lse", "sinks": "sinks"}
         return cls(
-            Part(kernel, rows * -(-p.dim_v // MERGE_COLUMNS), takes),
+            Part(kernel, rows * -(-p.dim_v // MERGE_COLUMNS), takes, overlaps=True),
             (p.heads_q * p.seqlen_q * p.dim_v, p.seqlen_q * p.dim_v, p.dim_v), 4 * outs,
             host.like((outs + 2 * splits * rows,), out.device),
         )  # fmt: skip

@@ -29,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(128) hopper_merge(HOPPER_MERGE_PARA
   const i64 step = i64(heads) * seqlen_q;
   const Merge from{outs, sums, num_splits, batch * num_splits * step + i64(head) * seqlen_q + query, step};
 
+  await_launch_before();
   const float sink = sinks ? sinks[head] : -INF;
   float top = sink;
   for (int split = lane; split < num_splits; split += 32) top = fmaxf(top, from.highest(split));
