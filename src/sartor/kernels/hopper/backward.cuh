@@ -18,7 +18,7 @@
 // of them.
 //
 // ADDER, a form of FUSED for other head dims: a warpgroup of its own makes dq and adds it (hopper/adder.cuh). The others
-// begin with a tile's scores before the products of the tile before are done.
+// have keys and values in registers: products of 64 by 64 would wait for shared memory.
 //
 // The config, in macros: GROUPS, KEYS, DX, DY, FUSED, ADDER, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
 // swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its
@@ -275,10 +275,10 @@ struct Consumer : Worker {
 #if MASK == 3
   u32 kept[2];  // bits of this tile's pairs
 #endif
-#if ADDER
-  static constexpr int OWN_STEPS = DIM <= 64 ? STEPS : 0;  // of the held keys that are in registers, as A operand
-  u32 own_keys[4 * OWN_STEPS + 1];
-#elif FUSED
+  // Steps of held rows that are in registers, as A operands: ADDER has room for four of values
+  enum : int { OWN_X = ADDER ? STEPS : 0, OWN_Y = ADDER ? imin(STEPS, 4) : 0 };
+  u32 own_x[4 * OWN_X + 1], own_y[4 * OWN_Y + 1];
+#if FUSED && !ADDER
   Ring<2> ds;         // of the tile before; `rings` has those of the next one to write
   float dq[PART / 128];   // this thread's of the tile before
   float* sums = nullptr;  // where it is added
@@ -302,30 +302,21 @@ struct Consumer : Worker {
   }
 
   // ---- products
-  DEVICE void multiply_rows(float (&to)[BLOCK / 2], u32 held, u32 stepped) {  // to = held rows times stepped rows
-    const u32 columns = along_k(stepped), own = along_k(held);
+  template <int N> DEVICE void load_own(u32 (&own)[N], u32 held) {
+    UNROLL for (int k = 0; k < N / 4; k++)
+      load_matrix(*reinterpret_cast<u32(*)[4]>(own + 4 * k),
+                  held + Held::chunk(k) + Held::swizzled(16 * (threadIdx.x >> 5 & 3) + (lane & 15), k, lane >> 4));
+  }
+  template <int N>  // to = held rows, of which `own` has the first steps, times stepped rows
+  DEVICE void multiply_rows(float (&to)[BLOCK / 2], const u32 (&own)[N], u32 held, u32 stepped) {
+    const u32 columns = along_k(stepped), rows = along_k(held);
     UNROLL for (int k = 0; k < STEPS; k++) {
-      const u64 x = operand<Held>(own, k), y = operand<Tile>(columns, k);
-      k ? Wgmma<BLOCK>::ss<false>(to, x, y) : Wgmma<BLOCK>::ss<true>(to, x, y);
+      const u64 x = operand<Held>(rows, k), y = operand<Tile>(columns, k);
+      if (k < N / 4) k ? Wgmma<BLOCK>::rs<false, false>(to, own + 4 * k, y) : Wgmma<BLOCK>::rs<true, false>(to, own, y);
+      else k ? Wgmma<BLOCK>::ss<false>(to, x, y) : Wgmma<BLOCK>::ss<true>(to, x, y);
     }
     wgmma_commit();
   }
-#if ADDER
-  DEVICE void keep_keys() {
-    UNROLL for (int k = 0; k < OWN_STEPS; k++)
-      load_matrix(*reinterpret_cast<u32(*)[4]>(own_keys + 4 * k),
-                  held_at() + Held::chunk(k) + Held::swizzled(16 * (threadIdx.x >> 5 & 3) + (lane & 15), k, lane >> 4));
-  }
-  DEVICE void multiply_own_keys(u32 stepped) {  // s = held keys times stepped rows
-    if (!OWN_STEPS) return multiply_rows(s, held_at(), stepped);
-    const u32 columns = along_k(stepped);
-    UNROLL for (int k = 0; k < OWN_STEPS; k++) {
-      const u64 y = operand<Tile>(columns, k);
-      k ? Wgmma<BLOCK>::rs<false, false>(s, own_keys + 4 * k, y) : Wgmma<BLOCK>::rs<true, false>(s, own_keys, y);
-    }
-    wgmma_commit();
-  }
-#endif
   DEVICE void add_product(float (&sum)[DIM / 2], u32 (&w)[BLOCK / 4], u32 stepped) {  // sum += w times stepped rows
     const u32 columns = across_k<Tile>(stepped);
     pin(sum), pin(w);
@@ -498,13 +489,13 @@ struct Consumer : Worker {
     pin(s);
     if (DX) pin(dp);
     wgmma_fence();
-    multiply_rows(s, held_at(), x);
+    multiply_rows(s, own_x, held_at(), x);
 #if APART
     rings.y.await_full();
     pin(dp);
     wgmma_fence();
 #endif
-    if (DX) multiply_rows(dp, held_at() + Held::bytes, y);
+    if (DX) multiply_rows(dp, own_y, held_at() + Held::bytes, y);
 #if DROPOUT && !DRAWN
     const int own = first() + (row & ~15);  // the first of the warp's rows
     stay.draw(read_seed(task.t.seed), task.t.steps, task.batch, task.query_head(g), own, j * (BLOCK / 16), lane);
@@ -541,43 +532,6 @@ struct Consumer : Worker {
     differentiate();
   }
   // ---- mainloop
-#if ADDER
-  // The products of the tile whose weights and dS are there; beside them weights and dS of the next one, j
-  DEVICE void step_ahead(int j, int g, bool partial) {
-    const u32 x = stage_at(), y = x + Tile::bytes;
-    Ring<STAGES> old = rings.tiles;
-    rings.tiles.next();
-    rings.tiles.await_full();
-    pin(s), pin(dp);
-    wgmma_fence();
-    multiply_own_keys(stage_at());
-    add_product(dy, a, y);
-    share_ds();
-    add_product(dx, b, x);
-    multiply_rows(dp, held_at() + Held::bytes, stage_at() + Tile::bytes);
-    wgmma_wait<3>();
-    pin(s);
-    weigh();
-    if (partial) mask(s, j, g);
-    wgmma_wait<0>();
-    pin(dp), pin(dx), pin(dy);
-    done(old);
-    differentiate();
-  }
-  DEVICE void step_over(const Task::Range& all, const Task::Range& own, int g) {  // tiles, of which there are some
-    const auto partial = [&](int j) { return j < own.full_begin || j >= own.full_end; };
-    rings.tiles.await_full();
-    weigh_tile(stage_at(), stage_at() + Tile::bytes, all.begin, g, partial(all.begin));
-#pragma unroll 1
-    for (int j = all.begin + 1; j < all.end; j++) step_ahead(j, g, partial(j));
-    add_product(dy, a, stage_at() + Tile::bytes);
-    share_ds();
-    add_product(dx, b, stage_at());
-    wgmma_wait<0>();
-    pin(dx), pin(dy);
-    done(rings.tiles);
-  }
-#else
   DEVICE void step(int j, int g, bool partial, bool seen) {
     const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
     rings.tiles.await_full();
@@ -589,7 +543,7 @@ struct Consumer : Worker {
       rings.added.await_full();
 #endif
     }
-#if FUSED
+#if FUSED && !ADDER
     if (EARLY) multiply_keys();
 #endif
     if (DY) add_product(dy, a, y);
@@ -598,10 +552,12 @@ struct Consumer : Worker {
 #endif
 #if FUSED
     share_ds();
+#if !ADDER
     if (!EARLY) multiply_keys();
 #endif
+#endif
     if (DX) add_product(dx, b, x);
-#if FUSED
+#if FUSED && !ADDER
     wgmma_wait<1 + EARLY>();
     add_dq();
     sums = sums_of(j, g);
@@ -611,7 +567,6 @@ struct Consumer : Worker {
     if (DY) pin(dy);
     done(rings.tiles);
   }
-#endif
 
   // ---- epilogue
   DEVICE void finish() {
@@ -666,7 +621,7 @@ struct Consumer : Worker {
     barrier_wait(rings.held, 0);
 #endif
 #if ADDER
-    keep_keys();
+    load_own(own_x, held_at()), load_own(own_y, held_at() + Held::bytes);
 #elif FUSED
     publish_ds();  // before the first tile there are none: what is multiplied is not added
 #endif
@@ -683,9 +638,6 @@ struct Consumer : Worker {
 #else
       Task::Range own = {0, 0, 0, 0};  // the last block may have more warpgroups than rows for them
       if (first() < task.held()) own = task.range(first(), 64, g);
-#if ADDER
-      if (all.begin < all.end) step_over(all, own, g);
-#else
 #pragma unroll 1
       for (int j = all.begin; j < all.end; j++) {
         if (!FUSED && (j < own.begin || j >= own.end)) {
@@ -697,7 +649,6 @@ struct Consumer : Worker {
           step(j, g, j < own.full_begin || j >= own.full_end, j >= own.begin && j < own.end);
         }
       }
-#endif
 #endif
     }
 #if FUSED && !ADDER
