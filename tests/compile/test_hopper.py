@@ -155,7 +155,7 @@ def test_biases_are_brought(dim):
         )
         two = config.shared_bytes + stage * (2 - config.near_stages) <= LARGEST
         assert config.near_stages == (1 + two if near else 0)
-        assert ("BATCH_FIRST" in config.defines()) == bool(near)  # batch items share it
+        assert config.shared_by == ("batch" if near else "")
         if near:
             check(p, tile)
 

@@ -561,3 +561,30 @@ def test_configs_of_other_lengths_are_alike():
                 alone.defines(), alone.shared_bytes, alone.stages, alone.sectioned,
             )  # fmt: skip
             assert [kernel.types for kernel in m.kernels] == [kernel.types for kernel in alone.kernels]
+
+
+def test_shelves_know_no_macros():
+    """They are included before a kernel's macros: an `#ifdef` there never holds, and nothing says so."""
+    for shelf in host.SHELVES:
+        for name, text in nvrtc.headers(f'#include "{shelf}"', host.FOLDER).items():
+            assert "#if" not in text, name
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "by", "together"),
+    [
+        ((1, 16), False, "batch", 8),  # the four items of two heads
+        ((1, 16), True, "batch", 32),  # of a section of heads, as under any causal mask
+        ((1, 1), False, "heads", 8),
+        ((4, 1), False, "heads", 8),
+        ((4, 16), False, "", 32),
+    ],
+)
+def test_who_shares_a_bias_reads_it_at_the_same_time(shape, causal, by, together):
+    q = torch.empty(4, 4096, 16, 128, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(*shape, 4096, 4096, dtype=torch.bfloat16, device="meta")
+    p = Problem.of(Call(q, q, q, bias=bias, causal=causal))
+    config = Config.of(p, choose(p, ARCHITECTURES[90]).tile)
+    assert (config.shared_by, config.together) == (by, together)
+    names = {"batch": {"BATCH_FIRST", "SECTIONED"}, "heads": {"SECTIONED"}, "": set()}[by]
+    assert {"BATCH_FIRST", "SECTIONED"} & config.defines().keys() == names - ({"SECTIONED"} if causal else set())

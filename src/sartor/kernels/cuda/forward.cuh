@@ -22,6 +22,8 @@
 //   PING_PONG       one warpgroup multiplies while another one computes its softmax
 //   NEAR_STAGES     tiles of near values that there is room for where a warp of the producer brings them; 0 where warps do
 //   FILLED          defined with SPLIT where a mask reads tensors: splits share what is seen, as a cache may be filled in part
+//   SECTIONED       defined where the query tiles of several heads are next to each other, and
+//   BATCH_FIRST     where those of batch items follow each other: see `locate`
 //   DROPOUT         defined where there is some
 #pragma once
 #include "cuda/dropout.cuh"
@@ -31,6 +33,12 @@
 
 #ifndef FILLED
 #define FILLED 0
+#endif
+#ifndef BATCH_FIRST
+#define BATCH_FIRST 0
+#endif
+#ifndef SECTIONED
+#define SECTIONED 0
 #endif
 constexpr int THREADS = 128 * (GROUPS + 1 + DROPOUT);  // the producer's first, those of drawers last
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : FILLED ? 56 : 40;  // beside one consumer warpgroup there are more
@@ -200,7 +208,7 @@ template <class Prefetch = NoPrefetch> DEVICE void schedule(u32 base, const Para
     if (!first) next = (BALANCED ? lead ? atomicAdd(t.work, 1) : 0 : number) + opaque(gridDim.x);
     number = __shfl_sync(ALL, next, 0);
     if (number >= n.tiles) break;
-    Share at = share<GROUPS, BALANCED, LAST_WAVE>(SPLIT ? number / n.splits : number, n);
+    Share at = share<GROUPS, BALANCED, LAST_WAVE, SECTIONED, BATCH_FIRST>(SPLIT ? number / n.splits : number, n);
     if (SPLIT) at.batch = at.batch * n.splits + number % n.splits;
     const bool late = BALANCED && number + LATE_ROUNDS * int(opaque(gridDim.x)) >= n.tiles;
 #if MASK == 3

@@ -46,34 +46,35 @@ template <int GROUPS, bool INTERVALS> struct WorkTile {
 };
 
 // The place of a query tile by its number. BALANCED: the longest come first over a section of heads, as many as keep
-// their keys in L2; otherwise the tiles of a head follow each other.
+// their keys in L2. SECTIONED: the tiles of a section's heads are next to each other, which read the same for every pair,
+// and find it in L2; otherwise the tiles of a head follow each other. BATCH_FIRST: so do batch items, not heads.
 struct Place { int batch, head, tile; };
-template <bool BALANCED> DEVICE Place locate(int number, const Shape& n) {
+template <bool BALANCED, bool SECTIONED = false, bool BATCH_FIRST = false> DEVICE Place locate(int number, const Shape& n) {
   int flat, tile;
-  if (BALANCED) {
+  if (BALANCED || SECTIONED) {
     const int heads = n.tiles / n.tiles_head, first = number / (n.tiles_head * n.section) * n.section;
     const int width = imin(n.section, heads - first), left = number - first * n.tiles_head;
-    tile = n.tiles_head - 1 - left / width;
+    tile = BALANCED ? n.tiles_head - 1 - left / width : left / width;
     flat = first + left % width;
   } else {
     flat = number / n.tiles_head;
     tile = number - flat * n.tiles_head;
   }
-#ifdef BATCH_FIRST  // batch items that read the same for every pair follow each other, and find it in L2
-  const int batches = n.tiles / n.tiles_head / n.heads_kv;
-  return {flat % batches, flat / batches, tile};
-#else
+  if (BATCH_FIRST) {
+    const int items = n.tiles / n.tiles_head / n.heads_kv;
+    return {flat % items, flat / items, tile};
+  }
   return {flat / n.heads_kv, flat % n.heads_kv, tile};
-#endif
 }
 
 // What is to be computed by number: `count` slices of a query tile from its `first` on, as far as there are. With
 // LAST_WAVE the last wave is split: first come `n.whole` whole tiles, equally many a block; then the rest of them, in
 // `n.splits` parts of `n.width` slices; then what is left of each head, too little for a tile.
 struct Share : Place { int first, count; };
-template <int GROUPS, bool BALANCED, bool LAST_WAVE> DEVICE Share share(int number, const Shape& n) {
+template <int GROUPS, bool BALANCED, bool LAST_WAVE, bool SECTIONED, bool BATCH_FIRST>
+DEVICE Share share(int number, const Shape& n) {
   const int index = number - n.whole, per_tile = ceil_div(GROUPS, n.width);
-  if (!LAST_WAVE || index < 0) return {locate<BALANCED>(number, n), 0, GROUPS};
+  if (!LAST_WAVE || index < 0) return {locate<BALANCED, SECTIONED, BATCH_FIRST>(number, n), 0, GROUPS};
   if (index < n.splits) return {locate<BALANCED>(n.whole + index / per_tile, n), index % per_tile * n.width, n.width};
   const int flat = index - n.splits;
   return {{flat / n.heads_kv, flat % n.heads_kv, n.tiles_head}, 0, GROUPS};

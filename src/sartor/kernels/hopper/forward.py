@@ -56,6 +56,7 @@ PROMOTION = 128  # bytes, a row of a chunk: to fetch what lies beside it is a qu
 LISTED = PARAMS.followed_by(blocks.PARAMETERS)
 INPUTS = Struct("=QqqqQqqqQqqq")  # of q, k and v: address, strides of batch, head and row
 MAX_DIM, MAX_DROPOUT = 256, 160  # beyond the latter, drawers leave two warpgroups too few registers for a product
+SHARERS = 8  # heads, of all batch items, that read the same tiles at the same time, about so many
 DRAWN_STAGES = 2  # with dropout, of bits that say which weights stay
 LISTED_DIMS = (64, 128)  # for which the kernel is cut to walk a list of key tiles
 
@@ -404,11 +405,21 @@ class Config(Schedule):
         """Whether a warp of the producer brings tiles of what is read for every pair, through the copy engine."""
         return any(not self.p.program.aux[i].dims for i in self.near)
 
-    @property
-    def batch_first(self) -> bool:
-        """Whether a head's batch items follow each other: they read the same tiles, which are then in L2."""
+    @cached_property
+    def shared_by(self) -> str:
+        """What reads the same of the tiles that the producer brings: the batch items of a head ("batch"), "heads", or
+        nothing. Query tiles of several of them are next to each other, so that they read at the same time, from L2."""
         read = [self.p.program.aux[i].pattern.lower() for i in self.near if not self.p.program.aux[i].dims]
-        return self.p.batch > 1 and not self.split and any("h" in r and "b" not in r for r in read)
+        if self.p.batch > 1 and not self.split and any("h" in r and "b" not in r for r in read):
+            return "batch"
+        return "heads" if self.p.heads_kv > 1 and not self.split and any("h" not in r for r in read) else ""
+
+    @property
+    def together(self) -> int:
+        """Heads, of all batch items, whose query tiles are next to each other: those of a section, or who shares."""
+        if self.balanced or not self.shared_by:
+            return self.section
+        return max(SHARERS // self.p.batch, 1) * self.p.batch if self.shared_by == "batch" else SHARERS
 
     @property
     def near_stages(self) -> int:
@@ -436,13 +447,14 @@ class Config(Schedule):
             "RAGGED": int(self.ragged), "PING_PONG": int(self.ping_pong),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32 or self.split),
             "AHEAD": int(self.ahead), "STAGED": int(self.staged), "NEAR_STAGES": self.near_stages,
-            **({"DROPOUT": 1} if p.dropout_p else {}), **({"BATCH_FIRST": 1} if self.batch_first else {}),
+            **({"DROPOUT": 1} if p.dropout_p else {}), **({"BATCH_FIRST": 1} if self.shared_by == "batch" else {}),
+            **({"SECTIONED": 1} if self.shared_by and not self.balanced else {}),
             **({"FILLED": 1} if self.split and p.program.loads else {}),
         } | self.layout.defines())  # fmt: skip
 
 
 PLANNED = "mask", "band", "lower"  # of a kind of problems, with fields; what the choice of a tile asks for
-LASTING = "near", "widths", "layout", "staged", "macros"  # of one with lengths that are alike
+LASTING = "near", "widths", "layout", "staged", "shared_by", "macros"  # of one with lengths that are alike
 _FIELDS, _KINDS = Recent(2048), Recent(256)  # what these are, by all that they hang on
 
 
@@ -522,7 +534,7 @@ class Ready:
         fixed: dict[str, Any] = of_strides("out", launch.strides(out) if merge is None else merge.strides)
         fixed |= of_lengths(p)
         fixed |= {
-            "tiles_head": assigned.tiles_head, "tiles": assigned.tiles, "section": m.section,
+            "tiles_head": assigned.tiles_head, "tiles": assigned.tiles, "section": m.together if m.shared_by else m.section,
             "whole": assigned.whole, "splits": assigned.splits, "width": assigned.width,
             "factor": launch.factor(p, p.softmax_scale), "scale": p.softmax_scale,
         } | expressions.arguments(x.aux, p.program)  # fmt: skip
