@@ -320,7 +320,7 @@ def _alike(
 
 
 # Enumerators of cuda.h, whose names they have
-_MAP_DTYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_TYPE_
+_MAP_DTYPES = {"bool": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_TYPE_
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_, by bytes
 _PROMOTIONS = {64: 1, 128: 2, 256: 3}  # CU_TENSOR_MAP_L2_PROMOTION_L2_, by bytes
 _INTERLEAVE_NONE, _ZEROS_BEYOND = 0, 0
@@ -360,7 +360,7 @@ def tensor_map(
 
     Args:
         address: of the first element; a multiple of 16.
-        dtype: `float16`, `bfloat16` or `float32`.
+        dtype: `bool` (bytes), `float16`, `bfloat16` or `float32`.
         sizes: elements a dim, innermost first.
         strides: bytes a step of each dim but the innermost; multiples of 16.
         box: elements of one copy a dim.

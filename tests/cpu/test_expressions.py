@@ -61,11 +61,10 @@ def test_near_values_are_read_from_their_argument():
 
 
 def test_near_values_that_a_kernel_brings_itself():
-    """It is told where a row begins, and puts what it has of one pair where `keep` and `score` look for it."""
+    """It puts what it has of one pair where `keep` and `score` look for it."""
     found = program(mask=table(4, 64, 96, dtype=torch.bool), bias=table(64, 96, dtype=torch.bfloat16))
     text = expressions.source(found, brought.tiles(found), tiles=False)
     assert expressions.seen_and_added(found, brought.tiles(found)) == (0, 1)
-    assert "return x.a0 + i64(h) * x.a0_h + i64(imin(q, n.seqlen_q - 1)) * x.a0_q; }" in text
     assert "void put_seen(Near& y, bool value) { y.a0 = value; }" in text
     assert "void put_added(Near& y, u16 value) { y.a1 = value; }" in text
     assert text.count("DEVICE float score_and_rise(") == 2

@@ -154,6 +154,18 @@ def test_backward_of_a_bias(launches, keys):
     assert len(set(addresses)) == len(addresses)
 
 
+@pytest.mark.parametrize("shape", [(2, 6), (2, 1), (1, 6), (1, 1)])
+def test_backward_under_a_bool_tensor(launches, shape):
+    """It comes by a map; its places do not change with an item or a head that share it."""
+    q, k, v = inputs(torch.bfloat16)
+    mask = torch.ones(*shape, 70, 96, dtype=torch.bool)[..., :90]
+    out = sartor.attention(q, k, v, mask=mask)
+    torch.autograd.grad(out, (q, k, v), out)
+    sweep = launches["hopper_backward"]
+    assert int.from_bytes(sweep["seen"][:8], "little") == mask.data_ptr()
+    assert contains(sweep, {"seen_by_item": int(shape[0] > 1), "seen_by_head": int(shape[1] > 1)})
+
+
 @pytest.mark.parametrize("shape", [(2, 6), (2, 1), (1, 6)])
 def test_backward_to_a_bias(launches, shape):
     """Its gradient is stored by a map, or added up where it is broadcast: there its strides are 0."""

@@ -127,13 +127,10 @@ def _seen(program: Program, near: tuple[int, ...]) -> list[str]:
 
 
 def _pair(program: Program, near: tuple[int, ...]) -> list[str]:
-    """`Near`; where a query's keys begin in a bool tensor (`seen_row`); what takes the values that are at hand of it
-    (`put_seen`) and of a tensor of 16 bits (`put_added`)."""
+    """`Near`; what takes values that are at hand: of a bool tensor (`put_seen`), of one of 16 bits (`put_added`)."""
     seen, added = seen_and_added(program, near)
     lines = [f"struct Near {{ {' '.join(f'{TYPES[program.aux[i].dtype]} a{i};' for i in near)} }};"]
     if seen is not None:
-        row = " + ".join([f"x.a{seen}", *_steps(seen, program.aux[seen].pattern[:-1])])
-        lines += [f"DEVICE const bool* seen_row(int b, int h, int q, const Aux& x, const Shape& n) {{ return {row}; }}"]
         lines += [f"DEVICE void put_seen(Near& y, bool value) {{ y.a{seen} = value; }}"]
     if added is not None:
         lines += [f"DEVICE void put_added(Near& y, u16 value) {{ y.a{added} = value; }}"]

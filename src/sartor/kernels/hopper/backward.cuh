@@ -54,6 +54,7 @@ constexpr int AT_Y = AT_STAGES + STAGES * STAGE_BYTES;  // APART
 constexpr int AT_DS = AT_Y + APART * Tile::bytes;
 constexpr int AT_ADDED = AT_DS + FUSED * 2 * DsTile::bytes, AT_RAW = AT_ADDED + ADDED * DsTile::bytes;
 constexpr int RAW_BYTES = (SEEN > 0) * BLOCK * 64 * GROUPS;
+enum : int { PIECES = (SEEN > 0) * BLOCK / 32, PIECE_BYTES = 32 * 64 * GROUPS };  // of a tile's bools: 32 queries
 constexpr int AT_ROWS = AT_RAW + RAW_BYTES, DELTA = 4 * BLOCK, HIGH = 8 * BLOCK, BITS = (8 + 4 * BURIES) * BLOCK;
 constexpr int ROWS_BYTES = (KEYS ? (8 + 4 * BURIES + 16 * DRAWN) * BLOCK : 0) + RAW_BYTES / 8;
 constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + SHARED_SPANS * (1 + PERSISTENT) * (16 * 64 * GROUPS + 16 * PERSISTENT);
@@ -70,7 +71,7 @@ static_assert(!DADDED || (ADDED && !SEEN && !RISES));
 static_assert(!ADDER || (FUSED && !PERSISTENT && !SCORE && !SEEN && MASK < 2));
 static_assert((!SEEN || MASK == 2) && (!(SEEN || ADDED) || (FUSED && !PERSISTENT)));
 static_assert(AT_BARRIERS == OFFSET_BARRIERS);
-static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + 2 * PERSISTENT : APART) + ADDED) + 1024);
+static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + 2 * PERSISTENT : APART) + ADDED + PIECES) + 1024);
 
 #if DRAWN
 enum : int { DRAWERS = 4 - PERSISTENT };  // warps that draw: all that load but the one that claims rows
@@ -92,6 +93,9 @@ struct Rings {
 #if ADDED
   Ring<1> added{ds.bars + 32};
 #endif
+#if SEEN
+  Ring<PIECES> raw{ds.bars + 32 + 16 * ADDED};  // bytes of a bool tensor, of 32 queries each
+#endif
   DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(base + AT_BARRIERS + 16), ds(tiles.bars + 16 * STAGES) {}
   DEVICE void init() const {  // by one thread; a stage is full when its two tiles and what goes with its rows are there
 #if PERSISTENT
@@ -107,6 +111,9 @@ struct Rings {
     if (FUSED) ds.init(ADDER ? 4 : 4 * GROUPS + (DADDED > 0), 4 * GROUPS);
 #if ADDED
     added.init(4 * GROUPS);
+#endif
+#if SEEN
+    raw.init(1);
 #endif
     barrier_publish();
   }
@@ -169,6 +176,17 @@ DEVICE void load(u32 base, Task task) {  // one warp; its first thread starts th
 #endif
   task.walk(hold, [&, rings](int g, int j) mutable {
     const int head = task.other(g);
+#if SEEN
+    UNROLL for (int i = 0; i < PIECES; i++) {
+      rings.raw.await_empty();
+      if (lead) {
+        barrier_expect(rings.raw.full(), PIECE_BYTES);
+        tma_load(base + AT_RAW + i * PIECE_BYTES, &t.seen, rings.raw.full(), EVICT_LAST, task.first, BLOCK * j + 32 * i,
+                 head * t.seen_by_head, task.batch * t.seen_by_item);
+      }
+      rings.raw.next();
+    }
+#endif
     rings.tiles.await_empty();
     const u32 to = base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES;
     if (lead) {
@@ -688,7 +706,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 * ADDER, 1) hopper_ba
     if (warp == 3) task.claim();
 #endif
 #if SEEN
-    if (warp == 3) bring_seen(base, task);
+    if (warp == 3) pack_seen(base, task);
 #endif
 #if DADDED
     if (warp == 3) keep_ds(base, task);

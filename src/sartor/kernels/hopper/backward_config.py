@@ -50,6 +50,7 @@ ORDERED = PARAMS.followed_by({"order": "int*", "blocks": "int"})
 SECTIONED = PARAMS.followed_by({"section": "int"})  # heads whose blocks begin together, the longest first
 DROPPED = {of: of.followed_by(DROPOUT) for of in (PARAMS, ORDERED, SECTIONED)}  # the same with dropout
 LISTED = {of: of.followed_by(blocks.PARAMETERS) for of in (PARAMS, SECTIONED)}  # with a block list
+SEES = {"seen": "TensorMap", "seen_by_item": "int", "seen_by_head": "int"}  # a bool tensor, and the same of its places
 ADDS = {"added": "TensorMap", "by_item": "int", "by_head": "int"}  # these 1 or 0, by which its places are multiplied
 STORED, SUMMED = {"dadded": "TensorMap"}, {"dsums": "float*", **strides("dsums")}  # its gradient
 PARTED = {"partial": "float*", "parts": "int"}  # of several blocks, what is made of their query heads
@@ -161,6 +162,11 @@ class Config:
         return near(self.p)
 
     @cached_property
+    def hides(self) -> int | None:
+        """The aux value that is a bool tensor, which the mask reads for every pair."""
+        return expressions.seen_and_added(self.p.program, self.near)[0]
+
+    @cached_property
     def added(self) -> int | None:
         """The aux value of 16 bits that the score reads for every pair."""
         return expressions.seen_and_added(self.p.program, self.near)[1]
@@ -168,9 +174,8 @@ class Config:
     @cached_property
     def seen(self) -> int:
         """Whether the mask reads a bool tensor; 2 where it is nothing else."""
-        at, _ = expressions.seen_and_added(self.p.program, self.near)
         alone = self.p.program.keep is not None and self.p.program.keep.op == "aux"
-        return 0 if at is None else 1 + alone
+        return 0 if self.hides is None else 1 + alone
 
     @cached_property
     def sectioned(self) -> bool:
@@ -199,6 +204,7 @@ class Config:
         row = 2 * self.width * -(-self.dim // self.width)
         tile, held = self.block * row, 1 if self.gradients == ("dv",) else 2
         barriers = 1 + stages + (2 + 2 * self.persistent if self.fused else int(self.apart)) + (self.added is not None)
+        barriers += (self.seen > 0) * self.block // 32
         told = spans * self.groups * 16 * arch.ROWS + 16 * self.persistent  # and which rows they are
         keys = self.groups * arch.ROWS
         raw, added = (self.seen > 0) * self.block * keys, self.added is not None
@@ -244,7 +250,7 @@ class Config:
         program = self.p.program
         sweep = ORDERED if self.ordered else SECTIONED if self.sectioned else PARAMS
         sweep = DROPPED[sweep] if self.p.dropout_p else LISTED[sweep] if self.listed else sweep
-        main = swept(sweep, program.buries, self.added is not None, dadded(self.p), parts(self.p) > 1)
+        main = swept(sweep, program.buries, self.seen > 0, self.added is not None, dadded(self.p), parts(self.p) > 1)
         others = [expressions.passed(ORDER, program)] if self.ordered else []
         others += [ROUND_PARTS] if parts(self.p) > 1 else []
         return main, PREPROCESS, ROUND, *others, *([expressions.passed(HIGHEST, program)] if program.buries else [])
@@ -274,10 +280,11 @@ def _of_kind(p: Problem, parted: bool) -> list[Config]:
 
 
 @cache
-def swept(sweep: Params, buries: bool, added: bool, gradient: int, parted: bool) -> Params:
+def swept(sweep: Params, buries: bool, seen: bool, added: bool, gradient: int, parted: bool) -> Params:
     """The parameters of the sweep without those of mods."""
     found = sweep.followed_by(BURIED) if buries else sweep
     found = found.followed_by(PARTED) if parted else found
+    found = found.followed_by(SEES) if seen else found
     return found.followed_by(ADDS | ({}, STORED, SUMMED)[gradient]) if added else found
 
 

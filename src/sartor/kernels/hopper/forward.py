@@ -534,7 +534,8 @@ class Ready:
         fixed: dict[str, Any] = of_strides("out", launch.strides(out) if merge is None else merge.strides)
         fixed |= of_lengths(p)
         fixed |= {
-            "tiles_head": assigned.tiles_head, "tiles": assigned.tiles, "section": m.together if m.shared_by else m.section,
+            "tiles_head": assigned.tiles_head, "tiles": assigned.tiles,
+            "section": m.together if m.shared_by else m.section,
             "whole": assigned.whole, "splits": assigned.splits, "width": assigned.width,
             "factor": launch.factor(p, p.softmax_scale), "scale": p.softmax_scale,
         } | expressions.arguments(x.aux, p.program)  # fmt: skip

@@ -1,6 +1,6 @@
-// What a mask reads of a bool tensor for every pair of query and key, where keys are held: a warp that loads makes bits of
-// it. A tile's bytes come to shared memory as they lie, a query's keys side by side; 32 queries become a word of each key, so
-// that a consumer reads all of a key's in one go, and each bit is at a place that the compiler knows.
+// What a mask reads of a bool tensor for every pair of query and key, where keys are held. The copy engine brings the bytes
+// of 32 queries at a time as they lie, a query's keys side by side, and a warp makes a word of them for each key, so that a
+// consumer reads all of a key's in one go, and each bit is at a place that the compiler knows.
 #pragma once
 
 static_assert(GROUPS == 2 && BLOCK % 32 == 0);
@@ -19,28 +19,20 @@ DEVICE void pack_bits(u32 (&word)[4], u32 from) {
   }
 }
 
-DEVICE void bring_seen(u32 base, Task task) {
-  const int lane = threadIdx.x & 31, place = 16 * (lane & 7);  // of a row, which eight lanes copy
-  const int left = imin(imax(task.held() - task.first - place, 0), 16);
-  Rings rings(base);
-  task.walk(Nothing{}, [&, rings](int g, int j) mutable {
-    const u32 raw = base + AT_RAW;
-#pragma unroll 1
-    for (int i = 0; i < BLOCK / 4; i++) {
-      const int row = 4 * i + (lane >> 3), query = BLOCK * j + row;
-      const bool* from = seen_row(task.batch, task.query_head(g), query, task.x, task.n);
-      const int bytes = query < task.n.seqlen_q ? left : 0;
-      copy_16_bytes(raw + 128 * row + place, bytes ? from + task.first + place : from, bytes);
-    }
-    await_copies();
-    __syncwarp();
+DEVICE void pack_seen(u32 base, Task task) {
+  const int lane = threadIdx.x & 31;
+  task.walk(Nothing{}, [&, rings = Rings(base)](int, int) mutable {
     rings.tiles.await_empty();
     const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + BITS + lane * (4 * BLOCK / 8);
 #pragma unroll 1
     for (int i = 0; i < BLOCK / 32; i++) {
       u32 word[4];
-      pack_bits(word, raw + 4 * lane + 32 * 128 * i);
+      rings.raw.await_full();
+      pack_bits(word, base + AT_RAW + rings.raw.stage() * PIECE_BYTES + 4 * lane);
       UNROLL for (int k = 0; k < 4; k++) shared_store(to + k * (BLOCK / 8) + 4 * i, word[k]);
+      __syncwarp();  // all lanes have read
+      if (lane == 0) barrier_arrive(rings.raw.empty());
+      rings.raw.next();
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(rings.tiles.full());
