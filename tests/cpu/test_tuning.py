@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sartor import kernels, mods
 from sartor.device import ARCHITECTURES
-from sartor.kernels.spec import Tile, legal, legal_of_class
+from sartor.kernels.spec import Tile, first_of_class, legal
 from sartor.lab.measure import search
 from sartor.plan import choose, choose_backward
 from sartor.problem import Call, Problem, mask_class
@@ -167,6 +167,7 @@ def test_hopper_candidates(dim):
     assert row.tile in found
 
 
+ANY = [Tile(64 * groups, n, 4 * (groups + 1), stages) for groups in (1, 2, 3) for n in (64, 128) for stages in (4, 6)]
 PLANNED = {"hopper_forward": 16, "hopper_fp32": 32, "fp32_forward": 32, "triton_forward": 16,
            "hopper_wide_backward": 16, "hopper_backward": 16, "hopper_fp32_backward": 32, "fp32_backward": 32,
            "triton_backward": 16}  # fmt: skip
@@ -188,7 +189,10 @@ def test_a_class_of_lengths_has_the_tiles_of_each(lengths, heads, dim, batch, op
             q, k = (torch.empty((batch, n, h, dim), dtype=dtype, device="meta") for n, h in ((sq, hq), (skv, hkv)))
             spec, p = kernels.load(name), Problem.of(Call(q, k, k, **options))
             if not ("hopper" in name and "fp32" in name and dim > 128):
-                assert legal(spec, p, dev) == tuple(spec.tiles(p, dev))
+                tiles = tuple(spec.tiles(p, dev))
+                assert legal(spec, p, dev) == tiles
+                for tile in () if "backward" in name else (*tiles[:1], *tiles[-1:], *ANY):
+                    assert spec.fits(p, dev, tile) == (tile in tiles)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
@@ -196,7 +200,7 @@ def test_a_class_of_lengths_has_the_tiles_of_each(lengths, heads, dim, batch, op
 def test_a_new_length_searches_nothing(monkeypatch, dtype, options):
     """Tiles are enumerated for classes of lengths, of which a thousand lengths have a few dozen."""
     counts = Counter()
-    legal_of_class.cache_clear()
+    first_of_class.cache_clear()
     for name in PLANNED:
         spec = type(kernels.load(name))
 
@@ -210,6 +214,6 @@ def test_a_new_length_searches_nothing(monkeypatch, dtype, options):
         p = Problem.of(Call(q, q, q, **options))
         choose.__wrapped__(p, DEVICE)
         choose_backward.__wrapped__(p, DEVICE)
-    legal_of_class.cache_clear()
+    first_of_class.cache_clear()
     assert counts
     assert max(counts.values()) <= 60

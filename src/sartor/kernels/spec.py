@@ -183,6 +183,12 @@ def legal_of_class(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile, ...
     return tuple(spec.tiles(p, dev))
 
 
+@lru_cache(maxsize=1024)
+def first_of_class(spec: KernelSpec, p: Problem, dev: Device) -> Tile | None:
+    """The first of them, without the search for the others."""
+    return next(iter(spec.tiles(p, dev)), None)
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """How one problem will be computed. `cache` is the kernel's own: compiled code, grids, strides."""

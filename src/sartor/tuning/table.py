@@ -20,7 +20,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from sartor.device import Device
-from sartor.kernels.spec import KernelSpec, Tile, legal_of_class, length_class
+from sartor.kernels.spec import KernelSpec, Tile, first_of_class, length_class
 from sartor.problem import Problem, mask_class
 
 SLICE = 64  # queries that one warpgroup of a block works on, at most
@@ -88,9 +88,9 @@ def blocks(p: Problem, tile: Tile) -> int:
 def lookup(spec: KernelSpec, p: Problem, dev: Device) -> tuple[Tile | None, str]:
     """The tuned tile for a problem, else the kernel's first legal one; and where it comes from."""
     alike = length_class(p)
-    tiles = legal_of_class(spec, alike, dev)  # type: ignore[arg-type]
-    if not tiles:
+    first = first_of_class(spec, alike, dev)  # type: ignore[arg-type]
+    if first is None:
         return None, ""
     row = _find(spec, p, alike, dev)
-    tile, source = (row.tile, row.source) if row else (tiles[0], "first legal tile")
+    tile, source = (row.tile, row.source) if row else (first, "first legal tile")
     return spec.suited(p, dev, tile), source

@@ -88,12 +88,13 @@ class HopperForward(KernelSpec):
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Tiles that fit shared memory and registers, best guess first."""
-        for g, n, s in _grid(p):
-            m = self.config(p, Tile(64 * g, n, 4 * (g + 1 + (p.dropout_p > 0)), s))
-            registers = m.accumulators + m.of_dropout + 8 * len(m.near)
-            fits = registers <= m.registers and m.shared_bytes <= launch.smem_limit(dev)
-            if fits and not m.stuck:
-                yield m.tile
+        found = (_tile(p, *of) for of in _grid(p))
+        return (tile for tile in found if self.config(p, tile).fits(dev))
+
+    def fits(self, p: Problem, dev: Device, tile: Tile) -> bool:
+        """The same of one tile, without a look at the others."""
+        of = tile.block_m // 64, tile.block_n, tile.stages
+        return of in _grid(p) and tile == _tile(p, *of) and self.config(p, tile).fits(dev)
 
     def suited(self, p: Problem, dev: Device, tile: Tile) -> Tile:
         """The tile with fewer queries, where few tiles leave SMs idle, or several KV splits."""
@@ -210,6 +211,11 @@ def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
     return (
         (g, n, s) for g in groups if g <= most_groups for n in widths if n <= most_keys for s in (6, 5, 4, 3, 2)
     )  # fmt: skip
+
+
+def _tile(p: Problem, groups: int, keys: int, stages: int) -> Tile:
+    """One of the grid: with dropout the drawers are a warpgroup too."""
+    return Tile(64 * groups, keys, 4 * (groups + 1 + (p.dropout_p > 0)), stages)
 
 
 def _padded(t: torch.Tensor) -> torch.Tensor:
@@ -358,6 +364,11 @@ class Config(Schedule):
     def ping_pong(self) -> bool:
         """Whether warpgroups take turns at the tensor cores (Shah et al. 2024, FlashAttention-3, section 3.1)."""
         return self.groups > 1 and not (self.q_registers and self.dim >= 128)
+
+    def fits(self, dev: Device) -> bool:
+        """Whether registers and shared memory suffice, and the kernel would end."""
+        registers = self.accumulators + self.of_dropout + 8 * len(self.near)
+        return registers <= self.registers and self.shared_bytes <= launch.smem_limit(dev) and not self.stuck
 
     @property
     def stuck(self) -> bool:

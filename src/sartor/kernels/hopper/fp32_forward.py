@@ -21,7 +21,7 @@ from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import LENGTHS, Params, of_lengths, of_strides, strides
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper import forward as hopper_forward
-from sartor.kernels.spec import Operands, Plan, Tile, allocate_out
+from sartor.kernels.spec import KernelSpec, Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import fp32_forward, launch
 from sartor.kernels.triton.forward import Results
 from sartor.problem import Problem
@@ -75,6 +75,8 @@ class HopperFp32(hopper_forward.HopperForward):
                     fits = m.accumulators + reads <= (128 if groups == 3 else 192)
                     if fits and m.shared_bytes <= launch.smem_limit(dev):
                         yield m.tile
+
+    fits = KernelSpec.fits  # of the tiles above, not of the other kernel's
 
     def config(self, p: Problem, tile: Tile) -> Config:
         """What the kernel is compiled for."""

@@ -12,7 +12,7 @@ import torch
 from sartor import direct
 from sartor.device import Device
 from sartor.direct import Direct, version
-from sartor.kernels.spec import KernelSpec, Operands, Plan, Saved, Tile, legal
+from sartor.kernels.spec import KernelSpec, Operands, Plan, Saved, Tile, first_of_class, length_class
 from sartor.mods.recent import Recent
 from sartor.problem import Problem
 
@@ -40,7 +40,7 @@ def reasons(p: Problem, dev: Device) -> list[str]:
 
 def no_tile(spec: KernelSpec, p: Problem, dev: Device) -> list[str]:
     """Why a problem whose kernel has no legal tile cannot run."""
-    if legal(spec, p, dev):
+    if first_of_class(spec, length_class(p), dev) is not None:  # type: ignore[arg-type] # kernels are by identity
         return []
     dtype = str(p.dtype).removeprefix("torch.")
     dims = f"dims {p.dim} and {p.dim_v} in {dtype}"
