@@ -178,11 +178,13 @@ def width(dim: int, few: int) -> int:
     return 32 if columns % 32 == 0 else 16
 
 
-def maps(t: torch.Tensor, rows_heads: tuple[int, int], *widths: int, promotion: int = 0) -> nvrtc.TensorMaps:
-    """Maps of tensors like `t`, (b, s, h, d), for copies of so many rows and heads, in chunks of each of `widths`,
-    swizzled but of bools; with an L2 promotion of so many bytes, or by default as a map has it."""
+def maps(
+    t: torch.Tensor, rows_heads: tuple[int, int], *widths: int, promotion: int = 0, swizzled: bool = True
+) -> nvrtc.TensorMaps:
+    """Maps of tensors like `t`, (b, s, h, d), for copies of so many rows and heads, in chunks of each of `widths`; with
+    an L2 promotion of so many bytes, or by default as a map has it."""
     (b, s, h, d), (of_b, of_s, of_h, _), size = t.shape, t.stride(), t.itemsize
     strides = size * of_s if s > 1 else 16, size * of_h if h > 1 else 16, size * of_b if b > 1 else 16
-    more, swizzled = (promotion,) if promotion else (), size if size > 1 else 0
-    boxes = [((width, *rows_heads, 1), swizzled * width, *more) for width in widths if width]
+    more = (promotion,) if promotion else ()
+    boxes = [((width, *rows_heads, 1), swizzled * size * width, *more) for width in widths if width]
     return nvrtc.TensorMaps(name_of(t.dtype), (d, s, h, b), strides, *boxes)

@@ -46,8 +46,9 @@ template <int GROUPS, bool INTERVALS> struct WorkTile {
 };
 
 // The place of a query tile by its number. BALANCED: the longest come first over a section of heads, as many as keep
-// their keys in L2. SECTIONED: the tiles of a section's heads are next to each other, which read the same for every pair,
-// and find it in L2; otherwise the tiles of a head follow each other. BATCH_FIRST: so do batch items, not heads.
+// their keys in L2. SECTIONED: a section's heads take turns, tile by tile; they read the same bias or mask, which is then in
+// L2. Otherwise the tiles of a head follow each other. BATCH_FIRST: after a head comes the same head of the next batch item,
+// not the next head.
 struct Place { int batch, head, tile; };
 template <bool BALANCED, bool SECTIONED = false, bool BATCH_FIRST = false> DEVICE Place locate(int number, const Shape& n) {
   int flat, tile;

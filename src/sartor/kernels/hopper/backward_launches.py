@@ -105,7 +105,7 @@ class Step:
         if parts(p) > 1:
             others, fixed, grid = others | {"partial": "partial"}, fixed | {"parts": parts(p)}, grid * parts(p)
         if m.hides is not None:
-            others["seen"], (maps["seen"], own) = f"a{m.hides}", pair_maps(aux[m.hides], 32, 2 * 64)
+            others["seen"], (maps["seen"], own) = f"a{m.hides}", pair_maps(aux[m.hides], 32, 2 * 64, swizzled=False)
             fixed |= {f"seen_{name}": times for name, times in own.items()}
         if m.added is not None:
             others["added"], (maps["added"], own) = f"a{m.added}", pair_maps(aux[m.added], m.block)
@@ -181,12 +181,14 @@ def like_gradient(t: torch.Tensor) -> torch.Tensor:
     return t if without_gaps(t) and 1 not in t.shape else dense_like(t)
 
 
-def pair_maps(t: torch.Tensor, rows: int, keys: int = 64) -> tuple[nvrtc.TensorMaps, dict[str, int]]:
+def pair_maps(
+    t: torch.Tensor, rows: int, keys: int = 64, swizzled: bool = True
+) -> tuple[nvrtc.TensorMaps, dict[str, int]]:
     """Maps of tensors like `t`, (b, h, q, kv), for so many queries and keys; and what places by item and head are
     multiplied with: 0 where all are alike, as they are along a dim that was expanded."""
     found = {name: int(t.stride(i) > 0 and t.shape[i] > 1) for i, name in enumerate(("by_item", "by_head"))}
     one = t[: t.shape[0] if found["by_item"] else 1, : t.shape[1] if found["by_head"] else 1]
-    return host.maps(one.transpose(1, 2), (rows, 1), keys), found
+    return host.maps(one.transpose(1, 2), (rows, 1), keys, swizzled=swizzled), found
 
 
 def unexpanded(x: Operands, near: tuple[int, ...]) -> Operands:

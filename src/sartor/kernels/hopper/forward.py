@@ -413,7 +413,7 @@ class Config(Schedule):
 
     @cached_property
     def brings(self) -> bool:
-        """Whether a warp of the producer brings tiles of what is read for every pair, through the copy engine."""
+        """Whether a warp of the producer brings tiles of what is read for every pair."""
         return any(not self.p.program.aux[i].dims for i in self.near)
 
     @cached_property
@@ -546,8 +546,7 @@ class Ready:
         fixed |= of_lengths(p)
         fixed |= {
             "tiles_head": assigned.tiles_head, "tiles": assigned.tiles,
-            "section": m.together if m.shared_by else m.section,
-            "whole": assigned.whole, "splits": assigned.splits, "width": assigned.width,
+            "section": m.together, "whole": assigned.whole, "splits": assigned.splits, "width": assigned.width,
             "factor": launch.factor(p, p.softmax_scale), "scale": p.softmax_scale,
         } | expressions.arguments(x.aux, p.program)  # fmt: skip
         if p.dropout_p:
