@@ -154,6 +154,20 @@ def test_backward_of_a_bias(launches, keys):
     assert len(set(addresses)) == len(addresses)
 
 
+@pytest.mark.parametrize("kind", ["bias", "mask"])
+@pytest.mark.parametrize("shape", [(2, 6), (2, 1), (1, 6), (1, 1)])
+def test_what_the_copy_engine_brings(launches, shape, kind):
+    """A tensor of pairs comes by a map; its places do not change with an item or a head that share it."""
+    q, k, v = (t.repeat_interleave(2, 1) for t in inputs(torch.bfloat16))  # more queries than heads could share a tile of
+    whole = torch.ones(*shape, 140, 192, dtype=torch.bfloat16 if kind == "bias" else torch.bool)[..., :180]
+    for given, address in ((whole, whole.data_ptr()), (whole[:, :, :1].expand(-1, -1, 140, -1), None)):
+        sartor.attention(q, k, v, **{kind: given})
+        launched = launches["hopper_forward"]
+        at = int.from_bytes(launched["near0"][:8], "little")
+        assert address is None or at == address  # of one row, expanded, a copy
+        assert contains(launched, {"near0_by_item": int(shape[0] > 1), "near0_by_head": int(shape[1] > 1)})
+
+
 @pytest.mark.parametrize("shape", [(2, 6), (2, 1), (1, 6), (1, 1)])
 def test_backward_under_a_bool_tensor(launches, shape):
     """It comes by a map; its places do not change with an item or a head that share it."""

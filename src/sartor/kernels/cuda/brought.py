@@ -26,10 +26,20 @@ def size(spec: Aux) -> int:
     return dtype.itemsize
 
 
+def is_small(spec: Aux) -> bool:
+    """Whether elements have at most 16 bits."""
+    return size(spec) <= 2
+
+
+def swizzled(spec: Aux, keys: int) -> bool:
+    """Whether a tile of so many keys lies in chunks of 128 bytes, as the copy engine has them."""
+    return is_small(spec) and keys * size(spec) % 128 == 0
+
+
 def tile_bytes(spec: Aux, keys: int) -> int:
     """Bytes of 16 rows of a tile of so many keys, as `NearTile` in near.cuh has it."""
-    row, swizzled = keys * size(spec), size(spec) == 2 and keys % 64 == 0
-    return 16 * (row if swizzled else row + 16)
+    row = keys * size(spec)
+    return 16 * (row if swizzled(spec, keys) else row + 16)
 
 
 def tiles(program: Program) -> tuple[int, ...]:

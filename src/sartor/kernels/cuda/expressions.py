@@ -64,11 +64,11 @@ def source(program: Program, near: tuple[int, ...] = (), half: bool = False, til
 
 
 def _near(program: Program, near: tuple[int, ...]) -> list[str]:
-    """`Near`; bytes of the tiles and strips of a warp's 16 rows; `bring` for a row of its tiles, or `load_near` for
-    a warpgroup's rows where the producer brings them; `bring_strips`; `look` for two neighbours in them, or for what a
-    thread has of sixteen keys' scores; and for a mask that is a bool tensor within limits, where that is and the
-    limits."""
-    fields, bring, load, strips, look, block = [], [], [], [], [], []
+    """`Near`; bytes of the tiles and strips of a warp's 16 rows; `bring` for a row of its tiles, `load_near` for a
+    warpgroup's rows where the producer brings them, or `map_near` for a warp's where the copy engine does;
+    `bring_strips`; `look` for two neighbours in them, or for what a thread has of sixteen keys' scores; and for a mask
+    that is a bool tensor within limits, where that is and the limits."""
+    fields, bring, load, maps, strips, look, block = [], [], [], [], [], [], []
     sizes, strip_sizes = ["0"], ["0"]
     for i in near:
         spec = program.aux[i]
@@ -90,6 +90,9 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
         bring += [f"{tile}::bring(to + {' + '.join(sizes)}, {row}, first, n.seqlen_kv);"]
         of_row = f"[&](int r) {{ const int q = query(r), h = head(r); return {row}; }}"
         load += [f"{tile}::load<RAGGED, NEAR_BYTES>(to + {' + '.join(sizes)}, even, {of_row}, first, n.seqlen_kv);"]
+        if brought.is_small(spec):
+            place = f"key, query, head * t.near{i}_by_head, batch * t.near{i}_by_item"
+            maps += [f"{tile}::map(to + {' + '.join(sizes)}, &t.near{i}, bar, {place});"]
         sizes += [f"{tile}::bytes"]
     tail = "int first, const Aux& x, const Shape& n"
     place = f"int b, int h, int q, {tail}"
@@ -100,6 +103,8 @@ def _near(program: Program, near: tuple[int, ...]) -> list[str]:
         f"DEVICE void bring(u32 to, {place}) {{ {' '.join(bring)} }}",
         "template <class Head, class Query>",
         f"DEVICE void load_near(u32 to, bool even, int b, Head head, Query query, {tail}) {{ {' '.join(load)} }}",
+        "template <class Params> DEVICE void map_near(",
+        f"  u32 to, u32 bar, int batch, int head, int query, int key, const Params& t) {{ {' '.join(maps)} }}",
         f"DEVICE void bring_strips(u32 to, {place}) {{ {' '.join(strips)} }}",
         f"DEVICE void look(Near (&y)[2], u32 tile, u32 strip, int row, int key) {{ {' '.join(look)} }}",
         f"DEVICE void look(Near (&y)[8], u32 tile, u32 strip, int key) {{ {' '.join(block)} }}",

@@ -21,6 +21,7 @@
 //   SPLIT           KV splits: a block sees some of the keys, and merge.cuh merges the results
 //   PING_PONG       one warpgroup multiplies while another one computes its softmax
 //   NEAR_STAGES     tiles of near values that there is room for where a warp of the producer brings them; 0 where warps do
+//   MAPPED          defined where the copy engine does, by maps
 //   FILLED          defined with SPLIT where a mask reads tensors: splits share what is seen, as a cache may be filled in part
 //   SECTIONED       defined where the query tiles of several heads are next to each other, and
 //   BATCH_FIRST     where those of batch items follow each other: see `locate`
@@ -33,6 +34,9 @@
 
 #ifndef FILLED
 #define FILLED 0
+#endif
+#ifndef MAPPED
+#define MAPPED 0
 #endif
 #ifndef BATCH_FIRST
 #define BATCH_FIRST 0
@@ -65,7 +69,7 @@ constexpr int AT_BARRIERS = AT_V + STAGES_V * VTile::bytes;
 enum : int { AT_NEAR_BARRIERS = AT_BARRIERS + 16 * (STAGES_K + STAGES_V + 3 + Q_BUFFERS * GROUPS) };  // 3: jobs and next
 enum : int { AT_DRAWN_BARRIERS = AT_NEAR_BARRIERS + 16 * NEAR_RING * GROUPS };
 constexpr int AT_JOBS = AT_DRAWN_BARRIERS + 16 * DRAWN_RING * GROUPS;
-constexpr int AT_NEAR = AT_JOBS + 2 * Job::bytes;  // NEAR_BYTES a consumer warp and stage, then STRIP_BYTES a warp
+constexpr int AT_NEAR = NEAR_BYTES ? AT_JOBS + 2 * Job::bytes + 1023 & ~1023 : AT_JOBS + 2 * Job::bytes;  // NEAR_BYTES a consumer warp and stage, then STRIP_BYTES a warp
 enum : int { AT_STRIPS = AT_NEAR + 4 * GROUPS * NEAR_TILES * NEAR_BYTES, AT_DRAWN = AT_STRIPS + 4 * GROUPS * STRIP_BYTES };
 enum : int { AFTER_DRAWN = AT_DRAWN + DRAWN_RING * GROUPS * Drawing::BYTES };
 static_assert(AT_K == OFFSET_K && AT_V == OFFSET_V && AT_BARRIERS == OFFSET_BARRIERS);
@@ -90,7 +94,7 @@ struct Rings {
     rings.jobs.init(4 * WORK_TILE_LANES * GROUPS + BRINGER * BRINGERS + DROPOUT * 2 * GROUPS, WORK_TILE_LANES);
     rings.next.init(1);
     for (int g = 0; g < GROUPS; g++) Rings(base, g).q.init(4);
-    if (BRINGER) for (int g = 0; g < GROUPS; g++) Rings(base, g).near.init(4, 32);
+    if (BRINGER) for (int g = 0; g < GROUPS; g++) Rings(base, g).near.init(4, MAPPED ? 1 : 32);
     if (DROPOUT) for (int g = 0; g < GROUPS; g++) Rings(base, g).drawn.init(4, 2);
     barrier_publish();
   }
@@ -279,7 +283,7 @@ DEVICE void load(u32 base, const Params& t, const Shape& n, Await await) {
 
 // ---- bringers: a warp or two of the producer warpgroup, which start copies of near values as their stages come free, for
 // every other warpgroup 64 rows of every key tile of the work tile
-DEVICE void bring_all(u32 base, int bringer, const Shape& n, const Aux& x) {
+template <class Params> DEVICE void bring_all(u32 base, int bringer, const Params& t, const Shape& n, const Aux& x) {
   Rings rings(base, 0);
   const int lane = threadIdx.x & 31;
 #pragma unroll 1
@@ -304,12 +308,22 @@ DEVICE void bring_all(u32 base, int bringer, const Shape& n, const Aux& x) {
         if (g >= GROUPS) break;
         const u32 skip = 16 * NEAR_RING * g;  // the rings of all groups are at the same stage
         barrier_wait(rings.near.empty() + skip, rings.near.parity() ^ 1);
+#if MAPPED
+        if (lane == 0) {
+          const u32 to = base + AT_NEAR + 4 * (GROUPS * rings.near.stage() + g) * NEAR_BYTES, bar = rings.near.full() + skip;
+          barrier_expect(bar, 4 * NEAR_BYTES);
+          UNROLL for (int w = 0; w < 4; w++)
+            map_near(to + w * NEAR_BYTES, bar, batch, head * n.group + imin(slices[i].first_head, n.group - 1),
+                     slices[i].first_query + 16 * w, j * BLOCK_N, t);
+        }
+#else
         auto of_head = [&](int r) { return head * n.group + imin(slices[i].head(r), n.group - 1); };
         auto of_query = [&](int r) { return slices[i].query(r); };
         const u32 to = base + AT_NEAR + 4 * (GROUPS * rings.near.stage() + g) * NEAR_BYTES;
         const bool even = ROWS == 64 && slices[i].first_query + 64 <= n.seqlen_q;
         load_near(to, even, batch, of_head, of_query, j * BLOCK_N, x, n);
         copies_arrive(rings.near.full() + skip);
+#endif
       }
       rings.near.next();
     }
@@ -509,9 +523,9 @@ struct Worker {
 #ifdef SEEN_AT
     UNROLL for (int r = 0; r < 2; r++) {
       const Span span = seen_within(batch, heads[r], query[r], x, n);
-      const u32 from = near() + SEEN_AT + ((lane >> 2) + 8 * r) * NearTile<bool, BLOCK_N>::pitch;
+      const int own = (lane >> 2) + 8 * r;
       UNROLL for (int w = 0; w < BLOCK_N; w += 128)
-        hide(s, r, w, seen_bits<BLOCK_N>(from, w) & from_column(span.lo - first - w) & ~from_column(span.hi - first - w));
+        hide(s, r, w, seen_bits<BLOCK_N>(near() + SEEN_AT, own, w) & from_column(span.lo - first - w) & ~from_column(span.hi - first - w));
     }
 #else
     u64 kept[2] = {0, 0};

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -14,6 +15,7 @@ from sartor import driver, nvrtc
 from sartor.device import Device
 from sartor.kernels.cuda import expressions, wgmma
 from sartor.kernels.cuda.params import Params
+from sartor.kernels.spec import Operands
 from sartor.mods.program import Program
 from sartor.problem import Problem, name_of
 
@@ -176,6 +178,24 @@ def width(dim: int, few: int) -> int:
     if columns % 64 == 0 or dim % 16 or (columns > few and columns % 32):
         return 64
     return 32 if columns % 32 == 0 else 16
+
+
+def pair_maps(
+    t: torch.Tensor, rows: int, keys: int = 64, swizzled: bool = True
+) -> tuple[nvrtc.TensorMaps, dict[str, int]]:
+    """Maps of tensors like `t`, (b, h, q, kv), for so many queries and keys; and what places by item and head are
+    multiplied with: 0 where all are alike, as they are along a dim that was expanded."""
+    found = {name: int(t.stride(i) > 0 and t.shape[i] > 1) for i, name in enumerate(("by_item", "by_head"))}
+    one = t[: t.shape[0] if found["by_item"] else 1, : t.shape[1] if found["by_head"] else 1]
+    return maps(one.transpose(1, 2), (rows, 1), keys, swizzled=swizzled), found
+
+
+def unexpanded(x: Operands, near: tuple[int, ...]) -> Operands:
+    """With a copy of what is near that is one row, expanded to all queries: the copy engine wants each in a place."""
+    found = [i for i in near if x.aux[i].stride(2) == 0]  # type: ignore[union-attr]
+    if not found:
+        return x
+    return replace(x, aux=tuple(t.contiguous() if i in found else t for i, t in enumerate(x.aux)))  # type: ignore[union-attr]
 
 
 def maps(

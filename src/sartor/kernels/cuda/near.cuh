@@ -1,8 +1,8 @@
 // Near values: what masks and score functions read for every pair of query and key, brought to shared memory tile by
-// tile (cp.async): by warps of the producer, ahead of the warpgroup that reads them, or by each warp for its own 16 rows,
-// for the next key tile while it works on this one.
+// tile: by warps of the producer, ahead of the warpgroup that reads them (by the copy engine, or cp.async), or by each warp for
+// its own 16 rows (cp.async), for the next key tile while it works on this one.
 #pragma once
-#include "cuda/ptx.cuh"
+#include "cuda/tma.cuh"
 
 // The elements of sixteen keys that go with a thread's scores: in each of its two rows, eight apart, two neighbouring keys
 // and the two that are eight on. All lanes of a warp ask together
@@ -12,15 +12,17 @@ template <class Tile, class T> DEVICE void near_block(u32 tile, int key, T (&to)
     Tile::pair(tile, (lane >> 2) + 8 * (i & 1), key + 8 * (i >> 1) + 2 * (lane & 3), to[2 * i], to[2 * i + 1]);
 }
 
-// The rows of one tensor, each from 16 bytes on. So that the threads of a warp read from different banks, pieces of 16
-// bytes change places by their row where elements have 16 bits (brought.tile_bytes knows when), which takes no room; the
-// others' rows are padded
+// The rows of one tensor, each from 16 bytes on. So that the threads of a warp read from different banks, elements of at
+// most 16 bits lie in chunks of 128 bytes, swizzled as the copy engine has it, where rows are full of these
+// (brought.swizzled); the others' rows are padded
 template <class T, int KEYS> struct NearTile {
   static constexpr int row_bytes = KEYS * sizeof(T);
-  static constexpr bool swizzled = sizeof(T) == 2 && row_bytes % 128 == 0;
-  static constexpr int pitch = row_bytes + (swizzled ? 0 : 16), bytes = 16 * pitch;
+  static constexpr bool swizzled = sizeof(T) <= 2 && row_bytes % 128 == 0;
+  static constexpr int pitch = swizzled ? 128 : row_bytes + 16, bytes = 16 * (swizzled ? row_bytes : pitch);
   // Where byte `at` of a row is
-  static DEVICE int place(int row, int at) { return row * pitch + (swizzled ? at ^ (row & 7) << 4 : at); }
+  static DEVICE int place(int row, int at) {
+    return row * pitch + (swizzled ? at / 128 * 2048 + (at % 128 ^ (row & 7) << 4) : at);
+  }
 
   // Two lanes copy a row, from its key `first` on; keys from `count` on become zeros
   static DEVICE void bring(u32 to, const T* row, int first, int count) {
@@ -57,6 +59,13 @@ template <class T, int KEYS> struct NearTile {
       }
     }
   }
+  // The same of 16 rows by the copy engine, by one thread; zeros come from beyond the ends
+  static DEVICE void map(u32 to, const TensorMap* from, u32 bar, int key, int query, int head, int batch) {
+    static_assert(swizzled, "as the copy engine lays a tile out");
+    constexpr int keys = 128 / sizeof(T);
+    UNROLL for (int c = 0; c < row_bytes / 128; c++)
+      tma_load(to + 2048 * c, from, bar, EVICT_NORMAL, key + keys * c, query, head, batch);
+  }
   // The elements of a row at `key`, which is even, and after it
   static DEVICE void pair(u32 tile, int row, int key, T& low, T& high) {
     const u32 at = tile + place(row, key * int(sizeof(T)));
@@ -75,7 +84,8 @@ template <class T, int KEYS> struct NearTile {
       u32 x[4];
       const int lane = threadIdx.x & 31;
       const u32 own = opaque(place(lane & 15, 16 * (lane >> 4)));
-      load_matrix(x, tile + (swizzled ? own ^ 2 * key % 128 : own + 2 * key % 128) + 2 * key / 128 * 128);
+      const int chunk = 2 * key / 128 * (swizzled ? 2048 : 128);
+      load_matrix(x, tile + (swizzled ? own ^ 2 * key % 128 : own + 2 * key % 128) + chunk);
       UNROLL for (int i = 0; i < 4; i++) unpack(x[i], to[2 * i], to[2 * i + 1]);
     } else {
       near_block<NearTile>(tile, key, to);
@@ -114,12 +124,15 @@ DEVICE u32 with_bytes(u32 bits, u32 x) {
   const u32 set = (((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) & 0x80808080u;
   return __funnelshift_l(set * 0x00204081u, bits, 4);
 }
-// Of a row of KEYS bools in shared memory and 128 keys from `first` on, this thread's bits: 2 * i + e for key
+// Of a row of KEYS bools in a tile and 128 keys from `first` on, this thread's bits: 2 * i + e for key
 // 8 * i + 2 * (lane % 4) + e
-template <int KEYS> DEVICE u32 seen_bits(u32 row, int first) {
-  const u32 own = row + first + 2 * (threadIdx.x & 3);
+template <int KEYS> DEVICE u32 seen_bits(u32 tile, int row, int first) {
+  using Tile = NearTile<bool, KEYS>;
+  const u32 own = tile + Tile::place(row, first) + 2 * (threadIdx.x & 3);
   u32 found = 0;
-  UNROLL for (int i = imin(KEYS - first, 128) / 16 - 1; i >= 0; i--)
-    found = with_bytes(found, shared_load_short(own + 16 * i) | shared_load_short(own + 16 * i + 8) << 16);
+  UNROLL for (int i = imin(KEYS - first, 128) / 16 - 1; i >= 0; i--) {
+    const u32 at = Tile::swizzled ? own ^ 16 * i : own + 16 * i;
+    found = with_bytes(found, shared_load_short(at) | shared_load_short(at + 8) << 16);
+  }
   return found;
 }

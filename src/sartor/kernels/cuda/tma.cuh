@@ -7,7 +7,8 @@ struct TwoMaps { TensorMap at[2]; };  // of chunks, and of a narrower last one
 DEVICE const TensorMap* address(const TensorMap& map) { return &map; }
 DEVICE const TensorMap* address(const TwoMaps& maps) { return maps.at; }
 
-// L2 cache hints, as createpolicy encodes evict_first and evict_last: a tile is read once, or by many blocks
+// L2 cache hints, as createpolicy encodes evict_normal, evict_first and evict_last: a tile is read once, or by many blocks
+enum : u64 { EVICT_NORMAL = 0x1000000000000000 };
 constexpr u64 EVICT_FIRST = 0x12f0000000000000, EVICT_LAST = 0x14f0000000000000;
 
 DEVICE void tma_load(u32 to, const TensorMap* map, u32 bar, u64 keep, int column, int row, int head, int batch) {

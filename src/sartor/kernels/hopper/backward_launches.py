@@ -105,13 +105,16 @@ class Step:
         if parts(p) > 1:
             others, fixed, grid = others | {"partial": "partial"}, fixed | {"parts": parts(p)}, grid * parts(p)
         if m.hides is not None:
-            others["seen"], (maps["seen"], own) = f"a{m.hides}", pair_maps(aux[m.hides], 32, 2 * 64, swizzled=False)
+            others["seen"], (maps["seen"], own) = (
+                f"a{m.hides}",
+                host.pair_maps(aux[m.hides], 32, 2 * 64, swizzled=False),
+            )
             fixed |= {f"seen_{name}": times for name, times in own.items()}
         if m.added is not None:
-            others["added"], (maps["added"], own) = f"a{m.added}", pair_maps(aux[m.added], m.block)
+            others["added"], (maps["added"], own) = f"a{m.added}", host.pair_maps(aux[m.added], m.block)
             fixed |= own
         if dadded(p) == 1:
-            others["dadded"], (maps["dadded"], _) = "dbias", pair_maps(tensors["dbias"], m.block)
+            others["dadded"], (maps["dadded"], _) = "dbias", host.pair_maps(tensors["dbias"], m.block)
         elif dadded(p) == 2:
             others["dsums"] = "dbias"
             dbias = tensors["dbias"]
@@ -181,24 +184,6 @@ def like_gradient(t: torch.Tensor) -> torch.Tensor:
     return t if without_gaps(t) and 1 not in t.shape else dense_like(t)
 
 
-def pair_maps(
-    t: torch.Tensor, rows: int, keys: int = 64, swizzled: bool = True
-) -> tuple[nvrtc.TensorMaps, dict[str, int]]:
-    """Maps of tensors like `t`, (b, h, q, kv), for so many queries and keys; and what places by item and head are
-    multiplied with: 0 where all are alike, as they are along a dim that was expanded."""
-    found = {name: int(t.stride(i) > 0 and t.shape[i] > 1) for i, name in enumerate(("by_item", "by_head"))}
-    one = t[: t.shape[0] if found["by_item"] else 1, : t.shape[1] if found["by_head"] else 1]
-    return host.maps(one.transpose(1, 2), (rows, 1), keys, swizzled=swizzled), found
-
-
-def unexpanded(x: Operands, near: tuple[int, ...]) -> Operands:
-    """With a copy of what is near that is one row, expanded to all queries: the copy engine wants each in a place."""
-    found = [i for i in near if x.aux[i].stride(2) == 0]  # type: ignore[union-attr]
-    if not found:
-        return x
-    return replace(x, aux=tuple(t.contiguous() if i in found else t for i, t in enumerate(x.aux)))  # type: ignore[union-attr]
-
-
 def empty_bias(p: Problem, device: torch.device) -> torch.Tensor:
     """Room for the gradient of a bias, in rows of a multiple of 8 keys: zeros where not all of it is stored."""
     assert p.bias_shape is not None
@@ -226,7 +211,7 @@ class Ready:
     @classmethod
     def of(cls, p: Problem, x: Operands, saved: Saved, key: object, sms: int) -> Self:
         """Everything that the launches of a plan need."""
-        dout, out, x = tidy(p, saved.dout), tidy_out(saved.out), unexpanded(x, near(p))
+        dout, out, x = tidy(p, saved.dout), tidy_out(saved.out), host.unexpanded(x, near(p))
         steps, space = _steps(p, x, saved._replace(dout=dout, out=out), sms), room(p)
         return cls.made(p, key, space, steps, x, (dout is not saved.dout, out is not saved.out))
 
@@ -256,7 +241,7 @@ class Ready:
     def run(self, plan: Plan, x: Operands, saved: Saved) -> Gradients:
         """The launches of one call, on the current stream."""
         out, lse, dout, dlse = self.tidied(saved)
-        x = unexpanded(x, self.near) if self.near else x
+        x = host.unexpanded(x, self.near) if self.near else x
         q, k, v, new = x.q, x.k, x.v, torch.empty_like if self.dense else dense_like
         room, dq, dk, dv = torch.empty_like(self.space), new(q), new(k), new(v)  # calls may overlap: each has its room
         values = [

@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_forward(HOPPER_F
   if (warpgroup == 0) {
     registers_fewer<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) load<true, LATE>(base, t, n, [](int, int, int, int) {});
-    if (BRINGER && threadIdx.x >= 32 && threadIdx.x < 32 + 32 * BRINGERS) bring_all(base, (threadIdx.x >> 5) - 1, n, x);
+    if (BRINGER && threadIdx.x >= 32 && threadIdx.x < 32 + 32 * BRINGERS) bring_all(base, (threadIdx.x >> 5) - 1, t, n, x);
     if (threadIdx.x >= 96) schedule(base, t, n, x);
 #if DROPOUT
   } else if (warpgroup > GROUPS) {

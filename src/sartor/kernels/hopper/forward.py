@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from struct import Struct
 from typing import Any, cast
 
@@ -213,6 +213,13 @@ def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
     )  # fmt: skip
 
 
+@cache
+def _with_maps(params: Params, mapped: tuple[int, ...]) -> Params:
+    """And a map of each of these aux values, with what its places by item and head are multiplied with."""
+    kinds = {"": "TensorMap", "_by_item": "int", "_by_head": "int"}
+    return params.followed_by({f"near{i}{name}": kind for i in mapped for name, kind in kinds.items()})
+
+
 def _tile(p: Problem, groups: int, keys: int, stages: int) -> Tile:
     """One of the grid: with dropout the drawers are a warpgroup too."""
     return Tile(64 * groups, keys, 4 * (groups + 1 + (p.dropout_p > 0)), stages)
@@ -381,10 +388,11 @@ class Config(Schedule):
         """See `_near`."""
         return _near(self.p, self.listed)
 
-    @property
+    @cached_property
     def params(self) -> Params:
         """What the kernel takes."""
-        return LISTED if self.listed else DROPOUT_PARAMS if self.p.dropout_p else PARAMS
+        found = LISTED if self.listed else DROPOUT_PARAMS if self.p.dropout_p else PARAMS
+        return _with_maps(found, self.mapped) if self.mapped else found
 
     def laid_out(self, q_buffers: int) -> Layout:
         """Shared memory with so many buffers for q; near values have two stages where those fit."""
@@ -405,9 +413,11 @@ class Config(Schedule):
         near = sum(brought.tile_bytes(a, self.block_n) for a in aux if not a.dims)
         strips = sum(8 * (self.block_n + 16) for a in aux if a.dims)
         job = 24 + (536 if self.mask == 2 else 24) * self.groups
+        q, k, v = q_buffers * self.groups * q_tile, self.stages_k * k_tile, self.stages_v * self.block_n * v
+        room = -(q + k + v + 16 * barriers + 2 * job) % 1024 if near else 0  # so that its tiles begin on 1024 bytes
         return Layout(
-            q=q_buffers * self.groups * q_tile, k=self.stages_k * k_tile, v=self.stages_v * self.block_n * v,
-            barriers=16 * barriers, jobs=2 * job, near=4 * self.groups * (near_stages * near + strips),
+            q=q, k=k, v=v, barriers=16 * barriers, jobs=2 * job + room,
+            near=4 * self.groups * (near_stages * near + strips),
             drawn=DRAWN_STAGES * self.groups * self.drawn_bytes if self.p.dropout_p else 0,
         )  # fmt: skip
 
@@ -415,6 +425,13 @@ class Config(Schedule):
     def brings(self) -> bool:
         """Whether a warp of the producer brings tiles of what is read for every pair."""
         return any(not self.p.program.aux[i].dims for i in self.near)
+
+    @cached_property
+    def mapped(self) -> tuple[int, ...]:
+        """The aux values whose tiles the copy engine brings: all that a warp of the producer does, or none."""
+        tiles = [(i, self.p.program.aux[i]) for i in self.near if not self.p.program.aux[i].dims]
+        fits = self.rows == 64 and all(brought.swizzled(a, self.block_n) for _, a in tiles)
+        return tuple(i for i, _ in tiles) if fits else ()
 
     @cached_property
     def shared_by(self) -> str:
@@ -458,14 +475,24 @@ class Config(Schedule):
             "RAGGED": int(self.ragged), "PING_PONG": int(self.ping_pong),
             "BF16": int(p.dtype == torch.bfloat16), "WIDE": int(p.out_dtype == torch.float32 or self.split),
             "AHEAD": int(self.ahead), "STAGED": int(self.staged), "NEAR_STAGES": self.near_stages,
-            **({"DROPOUT": 1} if p.dropout_p else {}), **({"BATCH_FIRST": 1} if self.shared_by == "batch" else {}),
+            **({"DROPOUT": 1} if p.dropout_p else {}), **({"MAPPED": 1} if self.mapped else {}),
+            **({"BATCH_FIRST": 1} if self.shared_by == "batch" else {}),
             **({"SECTIONED": 1} if self.shared_by and not self.balanced else {}),
             **({"FILLED": 1} if self.split and p.program.loads else {}),
         } | self.layout.defines())  # fmt: skip
 
 
 PLANNED = "mask", "band", "lower"  # of a kind of problems, with fields; what the choice of a tile asks for
-LASTING = "near", "widths", "layout", "staged", "shared_by", "macros"  # of one with lengths that are alike
+LASTING = (
+    "near",
+    "widths",
+    "layout",
+    "staged",
+    "shared_by",
+    "mapped",
+    "params",
+    "macros",
+)  # of one with lengths that are alike
 _FIELDS, _KINDS = Recent(2048), Recent(256)  # what these are, by all that they hang on
 
 
@@ -529,11 +556,13 @@ class Ready:
     marks: int
     lse: torch.Tensor  # one number, expanded to lse's shape: `empty_like` parses less than `empty`
     merge: Merge | None  # of several KV splits
+    mapped: tuple[int, ...]  # the aux values that the copy engine brings
 
     @classmethod
     def of(cls, binary: nvrtc.Binary, m: Config, dev: Device, x: Operands, listed: Blocks | None = None) -> Ready:
         """Everything the launches of a config need; `listed` is the list of key tiles that they walk."""
         p, pads, q, k, v = m.p, bool(m.p.dim % 8 or m.p.dim_v % 8), x.q, x.k, x.v
+        x = host.unexpanded(x, m.mapped) if m.mapped else x
         if pads:
             q, k, v = _padded(q), _padded(k), _padded(v)
         out = x.q if p.out_like_q and without_gaps(x.q) else allocate_out(p, x.q, x.layout)  # of which strides are read
@@ -563,6 +592,11 @@ class Ready:
         }
         if m.staged:  # a warp's rows are stored by the copy engine
             made["out_map"] = Mapped(at["out"], host.maps(out, (16, 1), width_v))
+        for i in m.mapped:
+            aux = cast(torch.Tensor, x.aux[i])
+            maps, own = host.pair_maps(aux, 16, 128 // aux.itemsize)
+            made[f"near{i}"] = Mapped(at[f"a{i}"], maps)
+            fixed |= {f"near{i}_{name}": times for name, times in own.items()}
         if masked:
             of = [x for t in (q, k, v) for x in (0, *launch.strides(t))]
             made["inputs"] = Record(INPUTS.pack(*of), tuple((INPUTS.size // 3 * at[name], at[name]) for name in "qkv"))
@@ -572,12 +606,13 @@ class Ready:
         row = Row(names, made, [first] if merge is None else [first, merge.part])
         return cls(
             p, row, pads, bool(expressions.of_tensors(x.aux)), masked,
-            m.marks * m.tile.num_splits, host.like((p.batch, p.heads_q, p.seqlen_q), q.device), merge,
+            m.marks * m.tile.num_splits, host.like((p.batch, p.heads_q, p.seqlen_q), q.device), merge, m.mapped,
         )  # fmt: skip
 
     def run(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One launch on the current stream, and with several KV splits the one that merges them."""
         p, q, k, v = self.problem, x.q, x.k, x.v
+        x = host.unexpanded(x, self.mapped) if self.mapped else x
         if self.pads:
             q, k, v = _padded(q), _padded(k), _padded(v)
         out = torch.empty_like(x.q) if p.out_like_q else allocate_out(p, x.q, x.layout)
