@@ -152,7 +152,7 @@ def test_tokens_past_the_last_sequence(dim, value):
         assert (x - y)[:, :300].norm() <= 2 * torch.finfo(BF16).eps * y.norm()
 
 
-ONE_SWEEP = [(64, BF16), (128, BF16), (128, FP16)]
+ONE_SWEEP = [(64, BF16), (128, BF16), (128, FP16), (32, BF16), (96, FP16)]  # the last two as 64 and 128
 
 
 def seen(*shape, share=0.6):

@@ -15,7 +15,18 @@ from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import DROPOUT, LENGTHS, Params, strides
 from sartor.kernels.hopper import arch
-from sartor.kernels.hopper.backward_problem import adder, change, columns, dadded, from_tables, fused, mask, near, parts
+from sartor.kernels.hopper.backward_problem import (
+    adder,
+    change,
+    columns,
+    dadded,
+    filled,
+    from_tables,
+    fused,
+    mask,
+    near,
+    parts,
+)
 from sartor.kernels.room import Room
 from sartor.kernels.triton.backward import padded_rows
 from sartor.problem import Problem, changed
@@ -137,7 +148,7 @@ class Config:
     @cached_property
     def width(self) -> int:
         """Columns of a swizzled chunk."""
-        return host.width(self.p.dim, 64)
+        return 64 if filled(self.p) else host.width(self.p.dim, 64)
 
     @cached_property
     def stages(self) -> int:
