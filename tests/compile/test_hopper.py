@@ -151,7 +151,7 @@ def test_biases_are_brought(dim):
         room = 0 if config.block_n % 64 == 0 else 16  # between rows, where pieces do not change places
         stage = 64 * config.groups * (2 * config.block_n + room) + 16 * config.groups  # and its barriers
         more = config.shared_bytes - Config.of(problem(dim, **lengths), tile).shared_bytes
-        assert 0 <= more - (config.near_stages * stage if near else 0) < (1024 if near else 1)  # tiles begin on 1024 bytes
+        assert 0 <= more - (config.near_stages * stage if near else 0) < (1024 if near else 1)  # room before tiles
         two = config.shared_bytes + stage * (2 - config.near_stages) <= LARGEST
         assert config.near_stages == (1 + two if near else 0)
         assert config.shared_by == ("batch" if near else "")

@@ -158,7 +158,7 @@ def test_backward_of_a_bias(launches, keys):
 @pytest.mark.parametrize("shape", [(2, 6), (2, 1), (1, 6), (1, 1)])
 def test_what_the_copy_engine_brings(launches, shape, kind):
     """A tensor of pairs comes by a map; its places do not change with an item or a head that share it."""
-    q, k, v = (t.repeat_interleave(2, 1) for t in inputs(torch.bfloat16))  # more queries than heads could share a tile of
+    q, k, v = (t.repeat_interleave(2, 1) for t in inputs(torch.bfloat16))  # too many to share a slice
     whole = torch.ones(*shape, 140, 192, dtype=torch.bfloat16 if kind == "bias" else torch.bool)[..., :180]
     for given, address in ((whole, whole.data_ptr()), (whole[:, :, :1].expand(-1, -1, 140, -1), None)):
         sartor.attention(q, k, v, **{kind: given})
