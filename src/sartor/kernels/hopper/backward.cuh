@@ -55,7 +55,9 @@ constexpr int AT_DS = AT_Y + APART * Tile::bytes;
 constexpr int AT_ADDED = AT_DS + FUSED * 2 * DsTile::bytes, AT_RAW = AT_ADDED + ADDED * DsTile::bytes;
 constexpr int RAW_BYTES = (SEEN > 0) * BLOCK * 64 * GROUPS;
 enum : int { PIECES = (SEEN > 0) * BLOCK / 32, PIECE_BYTES = 32 * 64 * GROUPS };  // of a tile's bools: 32 queries
-constexpr int AT_ROWS = AT_RAW + RAW_BYTES, DELTA = 4 * BLOCK, HIGH = 8 * BLOCK, BITS = (8 + 4 * BURIES) * BLOCK;
+enum : int { SLICE = 8, SLICE_BYTES = SLICE * 4 * 64 * GROUPS };  // rows of dS in float32, to add to a bias's gradient
+constexpr int AT_SLICES = AT_RAW + RAW_BYTES, AT_ROWS = AT_SLICES + (DADDED == 2) * 2 * SLICE_BYTES;
+constexpr int DELTA = 4 * BLOCK, HIGH = 8 * BLOCK, BITS = (8 + 4 * BURIES) * BLOCK;
 constexpr int ROWS_BYTES = (KEYS ? (8 + 4 * BURIES + 16 * DRAWN) * BLOCK : 0) + RAW_BYTES / 8;
 constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + SHARED_SPANS * (1 + PERSISTENT) * (16 * 64 * GROUPS + 16 * PERSISTENT);
 #if SHARED_SPANS
@@ -66,7 +68,7 @@ static_assert(AT_SPANS == OFFSET_SPANS);
 constexpr int AT_JOBS_END = AT_BARRIERS + 16 * (5 + STAGES);  // of the barriers of `jobs`
 #endif
 static_assert(AT_STAGES == OFFSET_STAGES && AT_Y == OFFSET_Y && AT_DS == OFFSET_DS && AT_ROWS == OFFSET_ROWS);
-static_assert(AT_ADDED == OFFSET_ADDED && AT_RAW == OFFSET_RAW);
+static_assert(AT_ADDED == OFFSET_ADDED && AT_RAW == OFFSET_RAW && AT_SLICES == OFFSET_SLICES);
 static_assert(!DADDED || (ADDED && !SEEN && !RISES));
 static_assert(!ADDER || (FUSED && !PERSISTENT && !SCORE && !SEEN && MASK < 2));
 static_assert((!SEEN || MASK == 2) && (!(SEEN || ADDED) || (FUSED && !PERSISTENT)));
