@@ -139,6 +139,17 @@ def test_lists_of_key_tiles(name, dim, groups):
     assert SPEC.listed(replace(p, program=problem(dim, causal=True).program), tile) is None
 
 
+@pytest.mark.parametrize("kind", ["bias", "mask"])
+@pytest.mark.parametrize("dim", range(16, 136, 8))
+def test_the_copy_engine_brings_what_pairs_read(dim, kind):
+    """In tiles ahead of the products at every head dim up to 128: lanes take four times as long."""
+    pairs = torch.empty(2048, 2048, dtype=BF16 if kind == "bias" else torch.bool, device="meta")
+    p = problem(dim, lengths=(2048, 2048), **{kind: pairs})
+    config = Config.of(p, choose(p, DEVICE).tile)
+    assert config.mapped == (0,)
+    assert config.near_stages == 2
+
+
 @pytest.mark.parametrize("dim", sample([64, 128, 256], lambda dim: dim == 64))
 def test_biases_are_brought(dim):
     """Rows that start on 16 bytes are copied to shared memory, which the config makes room for; others are not."""

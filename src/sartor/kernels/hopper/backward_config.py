@@ -80,7 +80,7 @@ HIGHEST = Params(
 ORDER = Params("order_blocks", order="int*", **LENGTHS, batch="int")
 BOTH = 128  # columns of which registers hold dk and dv
 CHANGE = BITS = 32  # registers that a change of scores takes, and that dropout does
-SLICE = 8  # rows of dS that are added to the gradient of a bias at a time
+SLICE = 4  # rows of dS that are added to the gradient of a bias at a time
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Config:
         told = spans * self.groups * 16 * arch.ROWS + 16 * self.persistent  # and which rows they are
         keys = self.groups * arch.ROWS
         raw, added = (self.seen > 0) * self.block * keys, self.added is not None
-        slices = (dadded(self.p) == 2) * 2 * 4 * SLICE * keys
+        slices = (dadded(self.p) == 2) * 4 * 4 * SLICE * keys
         drawn = self.fused and self.p.dropout_p > 0
         numbers = (8 + 4 * self.p.program.buries + 16 * drawn) * self.block * self.keys
         return Layout(

@@ -190,6 +190,12 @@ def _near(p: Problem, listed: bool = False) -> tuple[int, ...]:
     return (brought.tiles(p.program) if p.aux_on_16_bytes else ()) + strips
 
 
+def _laid(p: Problem, keys: int) -> bool:
+    """Whether tensors of pairs are brought, and the copy engine lays out tiles of so many keys of all."""
+    tiles = brought.tiles(p.program) if p.aux_on_16_bytes and _rows(p) == 64 else ()
+    return bool(tiles) and all(brought.swizzled(p.program.aux[i], keys) for i in tiles)
+
+
 def _rows(p: Problem) -> int:
     """Queries of a head in a slice of 64: few enough, and heads that share keys share a slice."""
     rows = 64
@@ -207,10 +213,12 @@ def _grid(p: Problem) -> Iterable[tuple[int, int, int]]:
         groups = (1, 2, 3) if slices == 1 else (3, 2, 1)
     narrow = wide > 176 or (odd and wide > 80)
     widths = (64, 80, 96, 48, 32, 16, 128) if narrow else (128, 112, 96, 80, 64, 192, 176, 160, 144, 48, 32, 16)
+    sizes = [(g, n) for g in groups for n in widths]
+    if slices > 1 and wide <= 128:  # first what the copy engine lays out: lanes take four times as long to bring it
+        laid, order = [n for n in (128, 64) if _laid(p, n)], (3, 2, 1) if wide <= 64 else (2, 3, 1)
+        sizes = list(dict.fromkeys([(g, n) for n in laid for g in order] + sizes))
     most_groups, most_keys = (2, 128) if p.dropout_p else (3, 192)  # the drawers are a warpgroup, and take registers
-    return (
-        (g, n, s) for g in groups if g <= most_groups for n in widths if n <= most_keys for s in (6, 5, 4, 3, 2)
-    )  # fmt: skip
+    return ((g, n, s) for g, n in sizes if g <= most_groups and n <= most_keys for s in (6, 5, 4, 3, 2))
 
 
 @cache
@@ -280,6 +288,9 @@ class Config(Schedule):
             wide = self.mask == 2 and max(self.dim, self.dim_v) > 160
             most = 184 if wide or (self.split and changed) else 192
             return most - (self.lent if self.p.dropout_p else 0)
+        rise = self.p.program.dscore
+        if self.mapped and (rise is None or rise.text() == "1.0"):  # a few words are spilled between query tiles
+            return 136
         if changed:
             return 108 if self.near else 116
         return 132 if self.mask != 2 or self.block_n <= 96 else 120
@@ -311,6 +322,7 @@ class Config(Schedule):
         plain = self.p.program.score is None
         narrow = self.block_n <= 64 and plain and self.mask < 2
         most = self.registers if self.groups < 3 else 124 if narrow else 0
+        most -= 0 if plain else 8 * len(self.near)
         room = max(most - self.accumulators - self.of_dropout, 0) // 4
         return self.steps if room >= self.steps else room if plain else 0
 
@@ -337,8 +349,9 @@ class Config(Schedule):
 
     @cached_property
     def q_buffers(self) -> int:
-        """Two where the next tile's q would have to wait for this one's products, and there is room."""
-        two = not self.q_registers and self.laid_out(2).size <= arch.SHARED_BYTES
+        """Two where the next tile's q would have to wait for this one's products, and there is room beside two stages of
+        what is near."""
+        two = not self.q_registers and self._laid_out(2, 1 + self.brings).size <= arch.SHARED_BYTES
         return 2 if two else 1
 
     @property
@@ -375,6 +388,8 @@ class Config(Schedule):
     def fits(self, dev: Device) -> bool:
         """Whether registers and shared memory suffice, and the kernel would end."""
         registers = self.accumulators + self.of_dropout + 8 * len(self.near)
+        if self.brings and self.near_stages == 1 and self.stages_k + self.stages_v > 4:
+            return False  # a second stage of what is near goes before a fifth of keys and values
         return registers <= self.registers and self.shared_bytes <= launch.smem_limit(dev) and not self.stuck
 
     @property
