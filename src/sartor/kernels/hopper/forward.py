@@ -349,8 +349,8 @@ class Config(Schedule):
 
     @cached_property
     def q_buffers(self) -> int:
-        """Two where the next tile's q would have to wait for this one's products, and there is room beside two stages of
-        what is near."""
+        """Two where the next tile's q would have to wait for this one's products, and there is room beside two stages
+        of what is near."""
         two = not self.q_registers and self._laid_out(2, 1 + self.brings).size <= arch.SHARED_BYTES
         return 2 if two else 1
 

@@ -52,9 +52,11 @@ def of_workload(r: Record) -> torch.Tensor:
 
 
 def plot(records: list[Record], folder: Path) -> list[Path]:
-    """A row for each mask of the shortest length: its shape, and for each mode bars of useful TFLOP/s."""
+    """A row for each mask of the shortest length and the largest head dim: its shape, and for each mode bars of useful
+    TFLOP/s."""
     found = [r for r in records if r.mode in ("fwd", "bwd")]
-    found = [r for r in found if r.seqlen_kv == min(x.seqlen_kv for x in found)]
+    shown = min(((r.seqlen_kv, -r.dim) for r in found), default=None)
+    found = [r for r in found if (r.seqlen_kv, -r.dim) == shown]
     if not found:
         return []
     masks, modes = list(dict.fromkeys(r.mask for r in found)), sorted({r.mode for r in found}, reverse=True)
