@@ -67,3 +67,10 @@ def _cuda(index: int) -> Device:
         peak_bf16_tflops=like.peak_bf16_tflops if same else 0.0,
         peak_gbps=like.peak_gbps if same else 0.0,
     )
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may wait."""
+    if device.type != "cuda" or not torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()):
+        return False  # the default stream, 0, cannot be captured
+    return torch.cuda.is_current_stream_capturing()

@@ -16,6 +16,7 @@ import torch
 
 from sartor import direct, ops
 from sartor.checks import PLAIN, sides, watched
+from sartor.device import capturing
 from sartor.guards import each_once, guard
 from sartor.kernels.cuda import host
 from sartor.kernels.spec import Operands, allocate_out
@@ -72,7 +73,7 @@ def find(
     except (TypeError, AttributeError, RuntimeError, ValueError):
         return None
     plain = all(t.__class__ in PLAIN and t.is_cuda for t in tensors)
-    return New(key, others, once) if plain and not values.capturing(q.device) else None
+    return New(key, others, once) if plain and not capturing(q.device) else None
 
 
 class Kept:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from sartor import direct, ops
+from sartor.device import capturing
 from sartor.guards import each_once, guard
-from sartor.kernels.cuda.host import capturing, current
+from sartor.kernels.cuda.host import current
 from sartor.kernels.native import hooked
 from sartor.kernels.once import once
 from sartor.kernels.spec import Again, Operands, Saved, made_like

@@ -516,7 +516,8 @@ def test_a_list_of_key_tiles_is_walked(driver, monkeypatch):
         return driver.launches[-1][2]
 
     capturing = True
-    monkeypatch.setattr(host, "capturing", lambda device: capturing)
+    for module in (blocks, hopper_forward):
+        monkeypatch.setattr(module, "capturing", lambda device: capturing)
     assert [launched(mask=mask).keys() & {"entries"} for _ in range(2)] == [set(), set()]
     capturing = False
     first, second = launched(mask=mask), launched(mask=mask)

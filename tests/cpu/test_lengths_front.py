@@ -280,7 +280,7 @@ def test_others_launch_where_it_may_not(stub, monkeypatch):
         return flash_attn_3.flash_attn_varlen_func(q, k, v, SMALL, SMALL, 80, 80)
 
     with monkeypatch.context() as patch:
-        patch.setattr(values, "capturing", lambda device: True)
+        patch.setattr(lengths_front, "capturing", lambda device: True)
         for _ in range(3):
             call()
         assert not kept()

@@ -69,7 +69,7 @@ def test_biases(shape, lengths, limits):
     check(*inputs(lengths), bias=drawn(*shape, *lengths), **LIMITS[limits])
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [32, 40, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
 def test_biases_of_every_dtype_and_head_dim(dtype, dim):
     q, k, v = inputs((400, 1000), dim, BF16 if dtype == torch.float32 else dtype)
@@ -83,7 +83,7 @@ def test_bool_tensors(shape, lengths, limits):
     check(*inputs(lengths), mask=seen(*shape, *lengths), **LIMITS[limits])
 
 
-@pytest.mark.parametrize("dim", [64, 96, 192, 256])
+@pytest.mark.parametrize("dim", [40, 64, 88, 96, 192, 256])
 def test_bool_tensors_of_other_head_dims(dim):
     check(*inputs(dim=dim), mask=seen(2, 4, 1000, 1000))
 
@@ -126,6 +126,15 @@ def test_widths_of_key_tiles(kind, keys):
     for groups in (1, 2):
         tile = Tile(64 * groups, keys, 4 * (groups + 1), 4)
         check(q, k, v, brings=kind != "relative", tile=tile, **options[kind])
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("dim", [16, 40, 64])
+def test_three_warpgroups(dim, limits):
+    """As calls of many tiles have them."""
+    q, k, v = inputs(dim=dim)
+    for options in ({"bias": drawn(2, 1, 1000, 1000)}, {"mask": seen(4, 1000, 1000)}):
+        check(q, k, v, tile=Tile(192, 128, 16, 5), **options, **LIMITS[limits])
 
 
 def relative(table, last):

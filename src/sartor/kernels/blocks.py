@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sartor.device import capturing
 from sartor.kernels.cuda import host
 from sartor.mods.expr import Expr, evaluate
 from sartor.mods.recent import Recent
@@ -94,7 +95,7 @@ def of(p: Problem, aux: tuple[Any, ...], cut: Cut, device: torch.device) -> Bloc
     graph is captured, which may not wait, unless it is there."""
     assert p.program.keep is not None
     key = _about(p, cut.by_key), cut, tuple(aux[i] for i in sorted(_reads(p.program.keep))), device
-    if key not in _KEPT and key not in _REFUSED and not host.capturing(device):
+    if key not in _KEPT and key not in _REFUSED and not capturing(device):
         try:
             found = _made(p, aux, cut, device)
             if sum(kept.bytes for kept in list(_KEPT.values())) + found.bytes > MOST_BYTES:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sartor import driver
+from sartor.device import capturing
 
 CHECKS = os.environ.get("SARTOR_CHECKS", "1") != "0"
 ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_k", "lengths", "cache_seqlens")  # that kernels tell of
@@ -102,13 +103,6 @@ def to_look_at(t: torch.Tensor, *rest: int) -> bool:
 
 def _graph(device: torch.device) -> int:
     return driver.capture(torch._C._cuda_getCurrentRawStream(device.index)) if capturing(device) else 0
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing may wait."""
-    if device.type != "cuda" or not torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()):
-        return False  # the default stream, 0, cannot be captured
-    return torch.cuda.is_current_stream_capturing()
 
 
 class Flag:

@@ -112,13 +112,6 @@ def kept(make: Callable[[], Made]) -> Made:
         return thread.submit(make).result()
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing may wait."""
-    if device.type != "cuda" or not torch._C._cuda_getCurrentRawStream(device.index):
-        return False  # the default stream, 0, cannot be captured
-    return torch.cuda.is_current_stream_capturing()
-
-
 def current(device: torch.device) -> bool:
     """Whether launches would be on this device: torch's current one. Tests have none."""
     return device.type != "cuda" or device.index == torch._C._cuda_getDevice()

@@ -15,10 +15,9 @@ from typing import Any, cast
 
 import torch
 
-from sartor.device import Device
+from sartor.device import Device, capturing
 from sartor.features import BIAS_GRADIENT, BITS_16, COMMON, DROPOUT, PAIRS, SCORE, SHARED_LSE
 from sartor.kernels import blocks
-from sartor.kernels.cuda import host
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper.arch import REPAIR_TILE
 from sartor.kernels.hopper.backward_config import Config, partial_sums, sums
@@ -86,7 +85,7 @@ class HopperBackward(TritonBackward):
         ready: Any = plan.cache.get(("hopper", key))
         if ready is None:
             ready = self.ready(plan, x, saved, key)
-            if not (host.capturing(x.q.device) and listed(plan.problem)):  # when no list is made
+            if not (capturing(x.q.device) and listed(plan.problem)):  # when no list is made
                 plan.cache["hopper", key] = ready
         return ready.run(plan, x, saved)  # type: ignore[no-any-return]
 

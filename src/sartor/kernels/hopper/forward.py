@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from sartor import nvrtc
-from sartor.device import Device
+from sartor.device import Device, capturing
 from sartor.features import BITS_16, DROPOUT, GENERAL, GRADIENTS
 from sartor.kernels import blocks, dropout
 from sartor.kernels.blocks import Blocks
@@ -143,7 +143,7 @@ class HopperForward(KernelSpec):
         else:
             m = _informed(self.config(p, tile))
             made = Ready.of(self.compile(p, tile), m, plan.device, x)
-        if listed is None or found is not None or not host.capturing(x.q.device):
+        if listed is None or found is not None or not capturing(x.q.device):
             plan.cache[x.layout] = made
         return made
 
@@ -389,7 +389,7 @@ class Config(Schedule):
         """Whether registers and shared memory suffice, and the kernel would end."""
         registers = self.accumulators + self.of_dropout + 8 * len(self.near)
         if self.brings and self.near_stages == 1 and self.stages_k + self.stages_v > 4:
-            return False  # a second stage of what is near goes before a fifth of keys and values
+            return False  # where a stage more of keys or values takes the room of what is near
         return registers <= self.registers and self.shared_bytes <= launch.smem_limit(dev) and not self.stuck
 
     @property
