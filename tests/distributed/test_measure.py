@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import ExitStack
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 import sartor.distributed as context
 from sartor.distributed import machine
 from sartor.distributed.machine import CPU, H200, Machine, file_of, machine_of
+from sartor.distributed.transport import Transport
 from sartor.lab.measure import context as measured_context
 from sartor.lab.measure import links, several
 from sartor.lab.measure.records import Record, Run
@@ -102,6 +105,36 @@ def test_ranks_give_what_the_model_says(world, heads, method, ranks, mask):
     for answer in world.run(ranks, bytes_of, w, method, ranks):
         for counters in answer:
             assert counters["bytes given"] == counters["bytes by the model"] > 0
+
+
+def transfers_of(groups, method, names):
+    """Transfers of a forward and of a backward, at the second call; without and with a gradient from lse."""
+    group, counts = groups[2], []
+    q, k, v = (torch.randn(1, 8, 4, 16, requires_grad=True) for _ in range(3))
+    for with_lse in (False, True):
+        for _ in range(2):
+            with ExitStack() as stack:
+                made = [
+                    stack.enter_context(
+                        mock.patch.object(Transport, name, autospec=True, side_effect=getattr(Transport, name))
+                    )
+                    for name in names
+                ]
+                out, lse = context.attention(q, k, v, group=group, method=method, return_lse=True)
+                forward = sum(one.call_count for one in made)
+                torch.autograd.grad(out.sum() + lse.sum() if with_lse else out.sum(), (q, k, v))
+                both = sum(one.call_count for one in made)
+        counts.append((forward, both - forward))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("method", "names", "wanted"),
+    [("ulysses", ("all_to_all",), (2, 2)), ("allgather", ("gather", "reduce_scatter"), (1, 2))],
+)
+def test_what_goes_the_same_way_is_one_transfer(world, method, names, wanted):
+    for counts in world.run(2, transfers_of, method, names):
+        assert counts == [wanted, wanted]
 
 
 def timed(groups):

@@ -23,11 +23,11 @@ class Disagreement(ValueError):
     """Ranks of a group called with arguments that do not go together; the message has each rank's."""
 
 
-def agree(transport: Transport, description: str, device: torch.device, error: Exception | None = None) -> None:
-    """Raise on every rank unless all have this description, and none has an error.
+def agree(transport: Transport, *descriptions: str, device: torch.device, error: Exception | None = None) -> None:
+    """Raise on every rank unless all have these descriptions, and none has an error.
 
-    A description that all agreed on is not asked again; a rank that comes with a new one while others do not waits for
-    them until the time limit of the group, or that of the call, is over.
+    One that all agreed on is not asked again; a rank that comes with a new one while others do not waits for them until
+    the time limit of the group, or that of the call, is over.
     """
     if error is not None:
         tell(transport, error, device)
@@ -35,17 +35,21 @@ def agree(transport: Transport, description: str, device: torch.device, error: E
     if transport.ranks == 1:
         return
     agreed = _AGREED.setdefault(transport.group, OrderedDict())
-    if description in agreed:
-        agreed.move_to_end(description)
+    new = [one for one in dict.fromkeys(descriptions) if one not in agreed]
+    for one in descriptions:  # in the same order on all ranks, or they would forget others
+        if one in agreed:
+            agreed.move_to_end(one)
+    if not new:
         return
+    description = "; ".join(new)
     others = _exchange(transport, description, False, device)
     digest = _hash(description)
     wrong = [f"rank {rank}: {text}" for rank, (text, other, bad) in enumerate(others) if bad or other != digest]
     if wrong:
         own = f"rank {transport.rank}: {description[:WIDTH]}"
         raise Disagreement("\n  ".join(["all ranks of the group must make the same call, got", own, *wrong]))
-    agreed[description] = None
-    if len(agreed) > _MOST_AGREED:
+    agreed.update(dict.fromkeys(new))
+    while len(agreed) > _MOST_AGREED:
         agreed.popitem(last=False)
 
 
@@ -64,6 +68,6 @@ def _exchange(transport: Transport, said: str, bad: bool, device: torch.device) 
     text = said.encode()[:WIDTH]
     row = bytes([bad]) + _hash(said) + text + b"\0" * (WIDTH - len(text))
     mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
-    rows = transport.gather(mine, [tuple(mine.shape)] * transport.ranks)
-    found = [bytes(t.cpu().tolist()) for t in rows]
+    rows = transport.gather([mine], [[tuple(mine.shape)]] * transport.ranks)
+    found = [bytes(t.cpu().tolist()) for (t,) in rows]
     return [(r[33:].rstrip(b"\0").decode(errors="replace"), r[1:33], bool(r[0])) for r in found]

@@ -239,9 +239,8 @@ def _shared(
     """The heads of each rank of a group over the tokens of all of them, and back."""
     first, shares = ranks.ring_rank * ranks.heads_ranks, ranks.heads_ranks
     try:
-        q, k, v = (_spread(t, ranks.heads, text, first, timeout, call, shares) for t, text in zip(
-            (call.q, call.k, call.v), (texts[0], texts[1], texts[1]), strict=True
-        ))  # fmt: skip
+        given = call.q, _repeated(call.k, call, shares), _repeated(call.v, call, shares)
+        q, k, v = spread_heads(given, ranks.heads, (texts[0], texts[1], texts[1]), first, timeout)
     except ValueError as error:  # which all that share heads know of
         _tell(replace(ranks, heads=""), (call.q,), error, timeout)
         raise
@@ -253,19 +252,19 @@ def _shared(
     )  # fmt: skip
     queries, keys = (f"{text}; joined by {shares}" for text in texts)
     out, lse = _operate(inner, Place(method, ranks.ring, queries, keys, own.start, heads, gradient, timeout))
-    out = collect_heads(out, ranks.heads, texts[0], first, 0.0, timeout)
-    lse = collect_heads(lse.transpose(1, 2)[..., None], ranks.heads, texts[0], first, -math.inf, timeout)
+    made, own_texts = (out, lse.transpose(1, 2)[..., None]), (texts[0], texts[0])
+    out, lse = collect_heads(made, ranks.heads, own_texts, first, (0.0, -math.inf), timeout)
     return out, lse[..., 0].transpose(1, 2)
 
 
-def _spread(t: Tensor, group: str, text: str, first: int, timeout: float, call: Call, shares: int) -> Tensor:
-    """`spread_heads`; key heads are repeated first where ranks would have to share one."""
+def _repeated(t: Tensor, call: Call, shares: int) -> Tensor:
+    """k or v, with heads repeated where ranks would have to share one."""
     heads_q, heads_kv = call.q.shape[2], call.k.shape[2]
-    if t is not call.q and heads_q % shares == 0 and heads_kv and heads_q % heads_kv == 0:
+    if heads_q % shares == 0 and heads_kv and heads_q % heads_kv == 0:
         group_size = heads_q // heads_kv
         each = group_size // math.gcd(heads_q // shares, group_size)
         t = t[:, :, :, None].expand(*t.shape[:3], each, t.shape[3]).flatten(2, 3)
-    return spread_heads(t, group, text, first, timeout)
+    return t
 
 
 def _heads(t: Tensor | None, own: slice) -> Tensor | None:

@@ -248,7 +248,7 @@ def _allgather(work: Work, machine: Machine, backward: bool) -> Time:
         pairs = sum(pairs for pairs, _ in _areas(work.causal, work.window, work.queries, work.keys, rank)[:-1])
         block = pairs, queries.count(rank), Sharding.parse(work.keys).seqlen
         worst = max(worst, compute(work, machine, backward, 1, block))
-    return Time(worst, machine.transfer(_gathered(work, backward), 0, far, 4 if backward else 2))
+    return Time(worst, machine.transfer(_gathered(work, backward), 0, far, 2 if backward else 1))
 
 
 def _gathered(work: Work, backward: bool) -> float:
@@ -294,5 +294,5 @@ def _usp(work: Work, machine: Machine, backward: bool) -> Time:
     queries, keys = (Sharding.parse(text).joined(work.shares) for text in (work.queries, work.keys))
     inner = _passes(queries, keys, work, machine, work.shares, backward)
     count = _shuffled(work, work.shares, backward)
-    shuffles = 2 * machine.step + machine.transfer(count, 0, work.shares - 1, 4 if backward else 5)
+    shuffles = 2 * machine.step + machine.transfer(count, 0, work.shares - 1, 2)
     return Time(inner.compute, inner.exposed + shuffles)

@@ -85,10 +85,8 @@ def _merged(call: Call, keys: Sharding, transport: Transport) -> Merged:
     for kv in keys.runs[transport.rank]:
         at = _rectangle(call, kv, keys.seqlen, plain)
         own.add(at.q, *ops.run(replace(local.problem(at, call.k, call.v), out_dtype=wide(call.q.dtype)), True))
-    shapes = [tuple(own.out.shape), tuple(own.lse.shape)]
-    outs, lses = (transport.gather(t, [s] * transport.ranks) for t, s in zip((own.out, own.lse), shapes, strict=True))
-    merged = Merged(call.q, call.v.shape[3], wide(call.q.dtype))
-    for out, lse in zip(outs, lses, strict=True):
+    merged, shapes = Merged(call.q, call.v.shape[3], wide(call.q.dtype)), [tuple(own.out.shape), tuple(own.lse.shape)]
+    for out, lse in transport.gather([own.out, own.lse], [shapes] * transport.ranks):
         merged.add(slice(None), out, lse)
     return merged
 

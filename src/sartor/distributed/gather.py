@@ -33,19 +33,15 @@ class Gathered:
         k, v = self._all_keys()
         found = sums.start(k, v)
         self.local.gradients(self.block, k, v, saved, sums)
-        own = []
-        for total, x in zip(found, (self.local.call.k, self.local.call.v), strict=True):
-            parts = apart(total, self.places)
-            d = torch.zeros_like(x, dtype=total.dtype)
-            d[:, : self.counts[self.transport.rank]] = self.transport.reduce_scatter(parts)
-            own.append(d)
-        return sums, own[0], own[1]
+        parts = list(zip(*(apart(total, self.places) for total in found), strict=True))
+        dk, dv = (torch.zeros_like(x, dtype=sums.dtype) for x in (self.local.call.k, self.local.call.v))
+        for d, own in zip((dk, dv), self.transport.reduce_scatter(parts), strict=True):
+            d[:, : own.shape[1]] = own
+        return sums, dk, dv
 
     def _all_keys(self) -> tuple[Tensor, Tensor]:
         """k and v of the whole sequence."""
-        count = self.counts[self.transport.rank]
-        whole = []
-        for x in (self.local.call.k, self.local.call.v):
-            shapes = [(x.shape[0], n, *x.shape[2:]) for n in self.counts]
-            whole.append(together(self.transport.gather(x[:, :count], shapes), self.places))
-        return whole[0], whole[1]
+        both, count = (self.local.call.k, self.local.call.v), self.counts[self.transport.rank]
+        shapes = [[(x.shape[0], n, *x.shape[2:]) for x in both] for n in self.counts]
+        ks, vs = zip(*self.transport.gather([x[:, :count] for x in both], shapes), strict=True)
+        return together(ks, self.places), together(vs, self.places)

@@ -118,7 +118,7 @@ def _agreed(place: Place, call: Call, transport: Transport) -> Local:
         text = f"{_CHECKED[key]}, what is seen {local.sight.digest}"
     except (TypeError, ValueError, NotImplementedError, AttributeError) as wrong:
         error = wrong
-    agree(transport, text, call.q.device, error)
+    agree(transport, text, device=call.q.device, error=error)
     return local
 
 

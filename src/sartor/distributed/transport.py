@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -88,42 +89,52 @@ class Transport:
     def _op(self, kind: Any, t: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, t, peer=dist.get_global_rank(self.group, peer), group=self.group)
 
-    def gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """The tensor of every rank, of these shapes, which differ in one dim at most."""
+    def gather(self, xs: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
+        """The tensors of every rank, those of rank r of shapes[r]; those of one number are of one dtype. It is one
+        transfer, of bytes, as each costs more than what a few thousand tokens take."""
         if self.ranks == 1:
-            return [x]
-        longest, device = max(torch.Size(shape).numel() for shape in shapes), self._way(x.device)
-        mine = _filled(torch.empty(longest, dtype=x.dtype, device=device), [x])
-        found = torch.empty(self.ranks * longest, dtype=x.dtype, device=device)
-        self._finish(_all_gather(found, mine, group=self.group, async_op=True))
-        parts = zip(found.split(longest), shapes, strict=True)
-        return [t[: torch.Size(s).numel()].view(s).to(x.device) for t, s in parts]
+            return [list(xs)]
+        device, places = self._way(xs[0].device), [_Places.of(of_rank, xs) for of_rank in shapes]
+        longest = max(of.size for of in places)
+        mine = places[self.rank].fill(torch.empty(longest, dtype=torch.uint8, device=device), xs)
+        found = torch.empty((self.ranks, longest), dtype=torch.uint8, device=device)
+        self._finish(_all_gather(found.view(-1), mine, group=self.group, async_op=True))
+        return [[t.to(xs[0].device) for t in of.views(row)] for row, of in zip(found, places, strict=True)]
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over ranks of what each has for this one; parts[r] is for rank r, and of one shape on all ranks."""
+    def reduce_scatter(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The sums over ranks of what each has for this one, in one transfer; the tensors parts[r], all of one dtype,
+        are for rank r, and of the same shapes on all ranks."""
         if self.ranks == 1:
-            return parts[0]
-        longest = max(part.numel() for part in parts)
-        sent = torch.empty((self.ranks, longest), dtype=parts[0].dtype, device=self._way(parts[0].device))
+            return list(parts[0])
+        first = parts[0][0]
+        longest = max(sum(t.numel() for t in part) for part in parts)
+        sent = torch.empty((self.ranks, longest), dtype=first.dtype, device=self._way(first.device))
         for row, part in zip(sent, parts, strict=True):
-            _filled(row, [part])
+            _filled(row, part)
         total = torch.empty_like(sent[0])
         self._finish(_reduce_scatter(total, sent.view(-1), group=self.group, async_op=True))
         own = parts[self.rank]
-        return total[: own.numel()].view(own.shape).to(own.device)
+        sizes = [t.numel() for t in own]
+        found = total[: sum(sizes)].split(sizes)
+        return [t.view(like.shape).to(first.device) for t, like in zip(found, own, strict=True)]
 
-    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """parts[r] goes to rank r; from rank r comes one of shapes[r]."""
+    def all_to_all(
+        self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
+        """The tensors parts[r] go to rank r; from rank r come as many of shapes[r], in one transfer as `gather`'s."""
         if self.ranks == 1:
-            return list(parts)
-        device, sizes = self._way(parts[0].device), [torch.Size(shape).numel() for shape in shapes]
-        count = sum(part.numel() for part in parts)
-        sent = _filled(torch.empty(count, dtype=parts[0].dtype, device=device), parts)
-        got = torch.empty(sum(sizes), dtype=sent.dtype, device=device)
-        self._finish(
-            dist.all_to_all_single(got, sent, sizes, [part.numel() for part in parts], group=self.group, async_op=True)
-        )
-        return [t.view(s).to(parts[0].device) for t, s in zip(got.split(sizes), shapes, strict=True)]
+            return [list(parts[0])]
+        first = parts[0][0]
+        device = self._way(first.device)
+        leaving = [_Places.of([tuple(t.shape) for t in part], part) for part in parts]
+        coming = [_Places.of(of_rank, parts[0]) for of_rank in shapes]
+        sizes_out, sizes_in = ([of.size for of in places] for places in (leaving, coming))
+        sent, got = (torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (sizes_out, sizes_in))
+        for room, of, part in zip(sent.split(sizes_out), leaving, parts, strict=True):
+            of.fill(room, part)
+        self._finish(dist.all_to_all_single(got, sent, sizes_in, sizes_out, group=self.group, async_op=True))
+        found = zip(got.split(sizes_in), coming, strict=True)
+        return [[t.to(first.device) for t in of.views(room)] for room, of in found]
 
     def _finish(self, work: Any) -> None:
         work.wait() if self.timeout is None else work.wait(self.timeout)
@@ -131,6 +142,39 @@ class Transport:
     def _way(self, device: torch.device) -> torch.device:
         """Where tensors of a device are while they travel."""
         return torch.device("cpu") if self.staged(device) else device
+
+
+@dataclass
+class _Places:
+    """Where tensors lie one behind the other in bytes, each from a multiple of 16 on, as their dtypes want it."""
+
+    shapes: Sequence[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    ends: list[int]  # in bytes
+
+    @classmethod
+    def of(cls, shapes: Sequence[tuple[int, ...]], like: Sequence[Tensor]) -> _Places:
+        """Of tensors of these shapes and the dtypes of others."""
+        sizes = [torch.Size(s).numel() * t.dtype.itemsize for s, t in zip(shapes, like, strict=True)]
+        return cls(shapes, [t.dtype for t in like], list(accumulate(-(-size // 16) * 16 for size in sizes)))
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.ends[-1]
+
+    def views(self, room: Tensor) -> list[Tensor]:
+        """The tensors, in bytes that begin on a multiple of 16."""
+        return [
+            room[at : at + torch.Size(s).numel() * d.itemsize].view(d).view(s)
+            for at, s, d in zip((0, *self.ends[:-1]), self.shapes, self.dtypes, strict=True)
+        ]
+
+    def fill(self, room: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """The bytes, with these in them."""
+        for to, t in zip(self.views(room), tensors, strict=True):
+            to.copy_(t)
+        return room
 
 
 def _filled(room: Tensor, parts: Sequence[Tensor]) -> Tensor:

@@ -98,7 +98,7 @@ def joined(parts: Results, sharding: context.Sharding, group: Any) -> Results:
     transport = Transport(group)
     found = {}
     for name, t in parts.items():
-        shards = transport.gather(t.contiguous(), [tuple(t.shape)] * transport.ranks)
+        shards = [x for (x,) in transport.gather([t], [[tuple(t.shape)]] * transport.ranks)]
         found[name] = context.unshard(shards, sharding, 2 if name == "lse" else 1)
     return found
 
@@ -181,12 +181,12 @@ def counted() -> Iterator[list[int]]:
 
         return mock.patch.object(Transport, name, call)
 
-    def of_others(self: Transport, parts: Sequence[Tensor]) -> int:
-        return sum(size(t) for rank, t in enumerate(parts) if rank != self.rank)
+    def of_others(self: Transport, parts: Sequence[Sequence[Tensor]]) -> int:
+        return sum(size(t) for rank, part in enumerate(parts) if rank != self.rank for t in part)
 
     with (
         counting("post", lambda self, sends: sum(size(t) for t, _ in sends)),
-        counting("gather", lambda self, x: size(x) * (self.ranks - 1)),
+        counting("gather", lambda self, xs: sum(map(size, xs)) * (self.ranks - 1)),
         counting("reduce_scatter", of_others),
         counting("all_to_all", of_others),
     ):
