@@ -63,11 +63,10 @@ def _spread(xs: Sequence[Tensor], group: str, shardings: Sequence[str], first: i
                 raise ValueError(f"heads must be a multiple of the {ranks} ranks that share them, got {x.shape[2]}")
     except ValueError as wrong:
         error = wrong
-    said = [
+    said = [] if error else [
         f"all-to-all of (batch {x.shape[0]}, heads {x.shape[2]}, dim {x.shape[3]}) {x.dtype}, `{text}` from {first} on"
         for x, text in zip(xs, shardings, strict=True)
-        if error is None
-    ]
+    ]  # fmt: skip
     agree(transport, *said, device=xs[0].device, error=error)
     both = list(zip(xs, wholes, strict=True))
     shapes = [
@@ -130,21 +129,27 @@ def _collect_context(ctx: Any, inputs: Any, output: Any) -> None:
     _, ctx.group, ctx.shardings, ctx.first, _, ctx.timeout = inputs
 
 
-def _back(ctx: Any, gs: Sequence[Tensor | None], way: Callable[..., list[Tensor]], *fill: float) -> list[Tensor | None]:
+def _back(
+    ctx: Any, gs: Sequence[Tensor | None], way: Callable[[list[Tensor], list[str]], list[Tensor]]
+) -> list[Tensor | None]:
     """The gradients that there are, the other way; lse often has none."""
-    there = [i for i, g in enumerate(gs) if g is not None]
-    texts = [ctx.shardings[i] for i in there]
-    fills = ([f for f in fill for _ in there],) if fill else ()
-    found = iter(way([gs[i] for i in there], ctx.group, texts, ctx.first, *fills, ctx.timeout) if there else ())
+    there = [(g, text) for g, text in zip(gs, ctx.shardings, strict=True) if g is not None]
+    found = iter(way([g for g, _ in there], [text for _, text in there]) if there else ())
     return [None if g is None else next(found) for g in gs]
 
 
 def _spread_backward(ctx: Any, gs: Sequence[Tensor | None]) -> Any:
-    return _back(ctx, gs, collect_heads, 0.0), None, None, None, None
+    def way(gs: list[Tensor], texts: list[str]) -> list[Tensor]:
+        return collect_heads(gs, ctx.group, texts, ctx.first, [0.0] * len(gs), ctx.timeout)
+
+    return _back(ctx, gs, way), None, None, None, None
 
 
 def _collect_backward(ctx: Any, gs: Sequence[Tensor | None]) -> Any:
-    return _back(ctx, gs, spread_heads), None, None, None, None, None
+    def way(gs: list[Tensor], texts: list[str]) -> list[Tensor]:
+        return spread_heads(gs, ctx.group, texts, ctx.first, ctx.timeout)
+
+    return _back(ctx, gs, way), None, None, None, None, None
 
 
 torch.library.register_autograd("sartor::spread_heads", _spread_backward, setup_context=_spread_context, lib=_LIBRARY)

@@ -25,6 +25,7 @@ from sartor.kernels.cuda.params import DROPOUT as DROPOUT_NUMBERS
 from sartor.kernels.cuda.params import LENGTHS, Params, of_lengths, of_strides, strides
 from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper import arch
+from sartor.kernels.hopper.backward_problem import change
 from sartor.kernels.hopper.schedule import Schedule
 from sartor.kernels.spec import Again, KernelSpec, Operands, Plan, Tile, allocate_out
 from sartor.kernels.triton import launch
@@ -191,7 +192,7 @@ def _near(p: Problem, listed: bool = False) -> tuple[int, ...]:
 
 
 def _laid(p: Problem, keys: int) -> bool:
-    """Whether tensors of pairs are brought, and the copy engine lays out tiles of so many keys of all."""
+    """Whether tensors are read for every pair, all of which the copy engine can bring in tiles of so many keys."""
     tiles = brought.tiles(p.program) if p.aux_on_16_bytes and _rows(p) == 64 else ()
     return bool(tiles) and all(brought.swizzled(p.program.aux[i], keys) for i in tiles)
 
@@ -288,8 +289,7 @@ class Config(Schedule):
             wide = self.mask == 2 and max(self.dim, self.dim_v) > 160
             most = 184 if wide or (self.split and changed) else 192
             return most - (self.lent if self.p.dropout_p else 0)
-        rise = self.p.program.dscore
-        if self.mapped and (rise is None or rise.text() == "1.0"):  # a few words are spilled between query tiles
+        if self.mapped and change(self.p) < 2:  # a few words are spilled between query tiles
             return 136
         if changed:
             return 108 if self.near else 116
@@ -444,9 +444,7 @@ class Config(Schedule):
     @cached_property
     def mapped(self) -> tuple[int, ...]:
         """The aux values whose tiles the copy engine brings: all that a warp of the producer does, or none."""
-        tiles = [(i, self.p.program.aux[i]) for i in self.near if not self.p.program.aux[i].dims]
-        fits = self.rows == 64 and all(brought.swizzled(a, self.block_n) for _, a in tiles)
-        return tuple(i for i, _ in tiles) if fits else ()
+        return brought.tiles(self.p.program) if _laid(self.p, self.block_n) else ()
 
     @cached_property
     def shared_by(self) -> str:
@@ -498,16 +496,8 @@ class Config(Schedule):
 
 
 PLANNED = "mask", "band", "lower"  # of a kind of problems, with fields; what the choice of a tile asks for
-LASTING = (
-    "near",
-    "widths",
-    "layout",
-    "staged",
-    "shared_by",
-    "mapped",
-    "params",
-    "macros",
-)  # of one with lengths that are alike
+# Of one with lengths that are alike
+LASTING = "near", "widths", "layout", "staged", "shared_by", "mapped", "params", "macros"
 _FIELDS, _KINDS = Recent(2048), Recent(256)  # what these are, by all that they hang on
 
 
