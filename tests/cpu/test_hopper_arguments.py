@@ -182,7 +182,7 @@ def test_backward_under_a_bool_tensor(launches, shape):
 
 @pytest.mark.parametrize("shape", [(2, 6), (2, 1), (1, 6)])
 def test_backward_to_a_bias(launches, shape):
-    """Its gradient is stored by a map, or added up where it is broadcast: there its strides are 0."""
+    """Its gradient is stored by a map, or added up where it is broadcast: there places do not change."""
     q, k, v = inputs(torch.bfloat16)
     whole = torch.zeros(*shape, 70, 96, dtype=torch.bfloat16, requires_grad=True)
     out = sartor.attention(q, k, v, bias=whole[..., :90])
@@ -193,8 +193,7 @@ def test_backward_to_a_bias(launches, shape):
     if shape == (2, 6):
         assert sweep["dadded"] != sweep["added"]
     else:
-        item, head = (70 * 96 * n if size > 1 else 0 for n, size in zip((shape[1], 1), shape, strict=True))
-        assert contains(sweep, {"dsums_batch": item, "dsums_head": head, "dsums_row": 96})
+        assert contains(sweep, {"dsums_by_item": int(shape[0] > 1), "dsums_by_head": int(shape[1] > 1)})
 
 
 def test_block_lists(launches, monkeypatch):

@@ -137,6 +137,9 @@ template <class T> DEVICE void shared_load_pair(T& a, T& b, u32 address) {  // T
 DEVICE void shared_store_pair(u32 address, uint2 x) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x.x), "r"(x.y) : "memory");
 }
+DEVICE void shared_store_four(u32 address, const float4& x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
 DEVICE void copy_16_bytes(u32 to, const void* from, int bytes) {  // `bytes` of them, then zeros; this thread's to wait for
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }

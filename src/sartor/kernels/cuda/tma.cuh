@@ -21,10 +21,15 @@ DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row, int h
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];"
                ::"l"(map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
-// A thread's bulk stores: commits them as a group; waits until shared memory has been read; until memory has been
-// written
+DEVICE void tma_add(const TensorMap* map, u32 from, int column, int row, int head, int batch) {  // to what is there
+  asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2,%3,%4,%5}], [%1];"
+               ::"l"(map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+// A thread's bulk stores: commits them as a group; waits until shared memory has been read, of all or of all but the last
+// group; until memory has been written
 DEVICE void stores_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void await_last_but_one_read() { asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory"); }
 DEVICE void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // A tile of ROWS rows lies in shared memory as chunks of WIDTH columns (16-bit elements), each ROWS x WIDTH with the

@@ -55,7 +55,9 @@ constexpr int AT_DS = AT_Y + APART * Tile::bytes;
 constexpr int AT_ADDED = AT_DS + FUSED * 2 * DsTile::bytes, AT_RAW = AT_ADDED + ADDED * DsTile::bytes;
 constexpr int RAW_BYTES = (SEEN > 0) * BLOCK * 64 * GROUPS;
 enum : int { PIECES = (SEEN > 0) * BLOCK / 32, PIECE_BYTES = 32 * 64 * GROUPS };  // of a tile's bools: 32 queries
-constexpr int AT_ROWS = AT_RAW + RAW_BYTES, DELTA = 4 * BLOCK, HIGH = 8 * BLOCK, BITS = (8 + 4 * BURIES) * BLOCK;
+enum : int { SLICE = 4, SLICE_BYTES = SLICE * 4 * 64 * GROUPS };  // rows of dS in float32, to add to a bias's gradient
+constexpr int AT_SLICES = AT_RAW + RAW_BYTES, AT_ROWS = AT_SLICES + (DADDED == 2) * 4 * SLICE_BYTES;
+constexpr int DELTA = 4 * BLOCK, HIGH = 8 * BLOCK, BITS = (8 + 4 * BURIES) * BLOCK;
 constexpr int ROWS_BYTES = (KEYS ? (8 + 4 * BURIES + 16 * DRAWN) * BLOCK : 0) + RAW_BYTES / 8;
 constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + SHARED_SPANS * (1 + PERSISTENT) * (16 * 64 * GROUPS + 16 * PERSISTENT);
 #if SHARED_SPANS
@@ -66,7 +68,7 @@ static_assert(AT_SPANS == OFFSET_SPANS);
 constexpr int AT_JOBS_END = AT_BARRIERS + 16 * (5 + STAGES);  // of the barriers of `jobs`
 #endif
 static_assert(AT_STAGES == OFFSET_STAGES && AT_Y == OFFSET_Y && AT_DS == OFFSET_DS && AT_ROWS == OFFSET_ROWS);
-static_assert(AT_ADDED == OFFSET_ADDED && AT_RAW == OFFSET_RAW);
+static_assert(AT_ADDED == OFFSET_ADDED && AT_RAW == OFFSET_RAW && AT_SLICES == OFFSET_SLICES);
 static_assert(!DADDED || (ADDED && !SEEN && !RISES));
 static_assert(!ADDER || (FUSED && !PERSISTENT && !SCORE && !SEEN && MASK < 2));
 static_assert((!SEEN || MASK == 2) && (!(SEEN || ADDED) || (FUSED && !PERSISTENT)));
@@ -108,7 +110,7 @@ struct Rings {
 #if APART
     y.init(4 * GROUPS);
 #endif
-    if (FUSED) ds.init(ADDER ? 4 : 4 * GROUPS + (DADDED > 0), 4 * GROUPS);
+    if (FUSED) ds.init(ADDER ? 4 : 4 * GROUPS + DADDED, 4 * GROUPS);
 #if ADDED
     added.init(4 * GROUPS);
 #endif
@@ -217,50 +219,54 @@ DEVICE void load(u32 base, Task task) {  // one warp; its first thread starts th
   });
 }
 
-// A warp brings a number for each query of a tile, `past` for those past the end: lse = +inf makes their weights 0. With
-// BURIES the one that brings lse also brings what weights are relative to
-DEVICE void bring_rows(u32 base, Task task, const float* from, float past, u32 place) {
+// A warp brings lse, delta or both of the queries of a tile. Of those past the end lse = +inf makes weights 0. With BURIES the
+// one that brings lse also brings what weights are relative to
+template <int FIRST, int LAST> DEVICE void bring_rows(u32 base, Task task, const float* lse, const float* delta) {
   constexpr int EACH = ceil_div(BLOCK, 32);
   const int lane = threadIdx.x & 31;
   Rings rings(base);
 #if DROPOUT
-  // as gradients are, until they are stored; beside half of a weight twice
-  const float by = place == DELTA ? (1 + DRAWN) / task.t.stay_scale : 1.f;
+  // delta is as gradients are, until they are stored; beside half of a weight twice
+  const float by = (1 + DRAWN) / task.t.stay_scale;
 #endif
 #if DRAWN
   const Drawer drawer(task);
 #endif
   task.walk(Nothing{}, [&, rings](int g, int j) mutable {
-    const float* of_head = from + task.row(g);
-    float x[EACH];
+    float x[LAST - FIRST][EACH];
 #if BURIES
     float high[EACH];
 #endif
-    UNROLL for (int i = 0; i < EACH; i++) {
-      const int at = BLOCK * j + lane + 32 * i;
-      x[i] = at < task.stepped() ? of_head[at] : past;
+    UNROLL for (int which = FIRST; which < LAST; which++) {
+      const float* of_head = (which ? delta : lse) + task.row(g);
+      UNROLL for (int i = 0; i < EACH; i++) {
+        const int at = BLOCK * j + lane + 32 * i;
+        float& found = x[which - FIRST][i];
+        found = at < task.stepped() ? of_head[at] : which ? 0.f : INF;
 #if DROPOUT
-      x[i] *= by;
-      if (DRAWN && place == 0) x[i] += 1.f;  // for half of each weight
+        if (which) found *= by;
+        if (DRAWN && !which) found += 1.f;  // for half of each weight
 #endif
 #if BURIES
-      if (place == 0) high[i] = at < task.stepped() ? task.high(g)[at] : 0.f;
-#endif
-    }
-    rings.tiles.await_empty();
-    const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + place + 4 * lane;
-    UNROLL for (int i = 0; i < EACH; i++)
-      if (lane + 32 * i < BLOCK) {
-        shared_store(to + 128 * i, __float_as_int(x[i]));
-#if BURIES
-        if (place == 0) shared_store(to + HIGH + 128 * i, __float_as_int(high[i]));
+        if (!which) high[i] = at < task.stepped() ? task.high(g)[at] : 0.f;
 #endif
       }
+    }
+    rings.tiles.await_empty();
+    const u32 to = base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES + 4 * lane;
+    UNROLL for (int which = FIRST; which < LAST; which++)
+      UNROLL for (int i = 0; i < EACH; i++)
+        if (lane + 32 * i < BLOCK) {
+          shared_store(to + which * DELTA + 128 * i, __float_as_int(x[which - FIRST][i]));
+#if BURIES
+          if (!which) shared_store(to + HIGH + 128 * i, __float_as_int(high[i]));
+#endif
+        }
 #if DRAWN
-    drawer.draw(base, rings, task, g, j, 1 + (place == DELTA));
+    drawer.draw(base, rings, task, g, j, LAST);
 #endif
     __syncwarp();
-    if (lane == 0) barrier_arrive(rings.tiles.full());
+    if (lane < LAST - FIRST) barrier_arrive(rings.tiles.full());
     rings.tiles.next();
   });
 }
@@ -700,8 +706,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 * ADDER, 1) hopper_ba
 #endif
   const auto bring = [&](int warp) {
     if (warp == 0) load(base, task);
-    if (KEYS && warp == 1) bring_rows(base, task, lse, INF, 0);
-    if (KEYS && DX && warp == 2) bring_rows(base, task, delta, 0.f, DELTA);
+#if DADDED == 2
+    if (warp == 1) bring_rows<0, 2>(base, task, lse, delta);
+#else
+    if (KEYS && warp == 1) bring_rows<0, 1>(base, task, lse, delta);
+    if (KEYS && DX && warp == 2) bring_rows<1, 2>(base, task, lse, delta);
+#endif
 #if PERSISTENT
     if (warp == 3) task.claim();
 #endif
@@ -709,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 * ADDER, 1) hopper_ba
     if (warp == 3) pack_seen(base, task);
 #endif
 #if DADDED
-    if (warp == 3) keep_ds(base, task);
+    if (warp >= 4 - DADDED) keep_ds(base, task, warp - (4 - DADDED));
 #endif
 #if DRAWN && !PERSISTENT
     if (warp == 3) draw_all(base, task);

@@ -26,6 +26,7 @@ from sartor.kernels.hopper.backward_problem import (
     ADDED,
     SEEN,
     adder,
+    filled,
     fused,
     listed,
     near,
@@ -59,7 +60,7 @@ class HopperBackward(TritonBackward):
         if p.dropout_p and p.program.buries:
             why.append(f"needs scores whose sum lse can tell beside dropout, got {p.score_name}")
         why += why_no_gradient(p)
-        if p.dim not in DIMS and not (p.dim % 8 == 0 and adder(p)):
+        if p.dim not in DIMS and not (p.dim % 8 == 0 and adder(p)) and not filled(p):
             why.append(f"needs head dims {DIMS[0]} to {DIMS[-1]}, multiples of 8, got {p.dim}")
         return why
 

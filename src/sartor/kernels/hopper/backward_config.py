@@ -15,7 +15,18 @@ from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import DROPOUT, LENGTHS, Params, strides
 from sartor.kernels.hopper import arch
-from sartor.kernels.hopper.backward_problem import adder, change, columns, dadded, from_tables, fused, mask, near, parts
+from sartor.kernels.hopper.backward_problem import (
+    adder,
+    change,
+    columns,
+    dadded,
+    filled,
+    from_tables,
+    fused,
+    mask,
+    near,
+    parts,
+)
 from sartor.kernels.room import Room
 from sartor.kernels.triton.backward import padded_rows
 from sartor.problem import Problem, changed
@@ -52,7 +63,8 @@ DROPPED = {of: of.followed_by(DROPOUT) for of in (PARAMS, ORDERED, SECTIONED)}  
 LISTED = {of: of.followed_by(blocks.PARAMETERS) for of in (PARAMS, SECTIONED)}  # with a block list
 SEES = {"seen": "TensorMap", "seen_by_item": "int", "seen_by_head": "int"}  # a bool tensor, and the same of its places
 ADDS = {"added": "TensorMap", "by_item": "int", "by_head": "int"}  # these 1 or 0, by which its places are multiplied
-STORED, SUMMED = {"dadded": "TensorMap"}, {"dsums": "float*", **strides("dsums")}  # its gradient
+STORED = {"dadded": "TensorMap"}  # its gradient
+SUMMED = {"dsums": "TensorMap", "dsums_by_item": "int", "dsums_by_head": "int"}  # the same, added up in float32
 PARTED = {"partial": "float*", "parts": "int"}  # of several blocks, what is made of their query heads
 ROUND_PARTS = Params(
     "round_parts",
@@ -68,6 +80,7 @@ HIGHEST = Params(
 ORDER = Params("order_blocks", order="int*", **LENGTHS, batch="int")
 BOTH = 128  # columns of which registers hold dk and dv
 CHANGE = BITS = 32  # registers that a change of scores takes, and that dropout does
+SLICE = 4  # rows of dS that are added to the gradient of a bias at a time
 
 
 @dataclass(frozen=True)
@@ -137,7 +150,7 @@ class Config:
     @cached_property
     def width(self) -> int:
         """Columns of a swizzled chunk."""
-        return host.width(self.p.dim, 64)
+        return 64 if filled(self.p) else host.width(self.p.dim, 64)
 
     @cached_property
     def stages(self) -> int:
@@ -208,12 +221,13 @@ class Config:
         told = spans * self.groups * 16 * arch.ROWS + 16 * self.persistent  # and which rows they are
         keys = self.groups * arch.ROWS
         raw, added = (self.seen > 0) * self.block * keys, self.added is not None
+        slices = (dadded(self.p) == 2) * 4 * 4 * SLICE * keys
         drawn = self.fused and self.p.dropout_p > 0
         numbers = (8 + 4 * self.p.program.buries + 16 * drawn) * self.block * self.keys
         return Layout(
             held=held * self.groups * arch.ROWS * row, stages=stages * (1 if self.apart else 2) * tile,
             y=tile if self.apart else 0, ds=2 * 2 * arch.ROWS * self.block * self.groups if self.fused else 0,
-            added=added * 2 * self.block * keys, raw=raw, rows=stages * (numbers + raw // 8),
+            added=added * 2 * self.block * keys, raw=raw, slices=slices, rows=stages * (numbers + raw // 8),
             spans=(1 + self.persistent) * told, barriers=16 * barriers, start=1024,
         )  # fmt: skip
 

@@ -15,7 +15,16 @@ from sartor.kernels.blocks import Blocks
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.params import of_lengths, of_strides
 from sartor.kernels.cuda.row import Part, Row
-from sartor.kernels.hopper.backward_config import HIGHEST, ORDER, PREPROCESS, ROUND, ROUND_PARTS, Config, room
+from sartor.kernels.hopper.backward_config import (
+    HIGHEST,
+    ORDER,
+    PREPROCESS,
+    ROUND,
+    ROUND_PARTS,
+    SLICE,
+    Config,
+    room,
+)
 from sartor.kernels.hopper.backward_problem import change, dadded, listed, near, parts, reads_sinks
 from sartor.kernels.room import Room
 from sartor.kernels.spec import Gradients, Operands, Plan, Saved
@@ -116,9 +125,9 @@ class Step:
         if dadded(p) == 1:
             others["dadded"], (maps["dadded"], _) = "dbias", host.pair_maps(tensors["dbias"], m.block)
         elif dadded(p) == 2:
+            maps["dsums"], own = host.pair_maps(tensors["dbias"], SLICE, 2 * 64, swizzled=False)
             others["dsums"] = "dbias"
-            dbias = tensors["dbias"]
-            fixed |= of_strides("dsums", [dbias.stride(i) * (dbias.shape[i] > 1) for i in range(3)])
+            fixed |= {f"dsums_{name}": times for name, times in own.items()}
         kernel = nvrtc.Kernel(binary, params, 32 * m.warps, m.shared_bytes, fixed)
         return cls(kernel, min(grid, sms) if m.persistent else grid, mapped | others | reads, maps)
 

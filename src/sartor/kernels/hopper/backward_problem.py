@@ -13,7 +13,7 @@ from sartor.mods.program import Program
 from sartor.problem import Problem
 
 ENOUGH = 4 * arch.SMS  # blocks: of fewer, the last ones leave SMs idle for long, above all under a causal mask
-ONE_SWEEP = "in rows that start on 16 bytes, at head dims 64 and 128, with deterministic=False"
+ONE_SWEEP = "in rows that start on 16 bytes, at head dims up to 128, with deterministic=False"
 SEEN, ADDED = f"a bool one {ONE_SWEEP}", f"a float16 or bfloat16 one {ONE_SWEEP}"
 
 
@@ -110,6 +110,8 @@ def listed(p: Problem) -> bool:
 
 def columns(p: Problem) -> int:
     """Of products: a multiple of 16, a step of them. One sweep of 128 takes less time than two of 112."""
+    if filled(p):
+        return 64 if p.dim <= 64 else 128
     found = -(-p.dim // 16) * 16
     return 128 if found == 112 and plain(p) else found
 
@@ -128,7 +130,14 @@ def plain(p: Problem) -> bool:
 
 def fused(p: Problem) -> bool:
     """Whether one sweep makes dk, dv and dq."""
-    return (p.dim in (64, 128) and not p.deterministic) or adder(p) or (plain(p) and columns(p) == 128)
+    whole = p.dim in (64, 128) and not p.deterministic
+    return whole or filled(p) or adder(p) or (plain(p) and columns(p) == 128)
+
+
+def filled(p: Problem) -> bool:
+    """Whether one sweep serves a head dim as 64 or 128, with columns of zeros: where something is read for every pair,
+    which no other kernel here does."""
+    return p.dim <= 128 and p.dim % 8 == 0 and not (p.deterministic or p.dropout_p) and bool(pairs(p))
 
 
 def adder(p: Problem) -> bool:
