@@ -146,9 +146,9 @@ OF_ALL = {"documents": 0, "softcap": 140, "alibi": 0, "dropout": 0}  # words spi
 @pytest.mark.parametrize("name", OF_ALL)
 @pytest.mark.parametrize("dim", sample(ALL, lambda dim: dim in (56, 80)))
 def test_features_at_other_head_dims(dim, name):
-    options = {"softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": meta(4, dtype=torch.float32)}, "dropout": {"dropout_p": 0.1}}
-    options["documents"] = from_tables("causal documents")
-    (config,) = Config.all(problem(dim, **options[name]))
+    slopes = meta(4, dtype=torch.float32)
+    options = {"softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": slopes}, "dropout": {"dropout_p": 0.1}}
+    (config,) = Config.all(problem(dim, **(options | {"documents": from_tables("causal documents")})[name]))
     assert sound(config, spills=OF_ALL[name]) >= {"hopper_backward", "preprocess", "round_dq"}
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sartor.lab.measure.providers import get, names, options
+from sartor.lab.measure.providers import get, names, options, runner
 from sartor.lab.workloads import suites
 from sartor.lab.workloads.workload import Inputs, Pattern, Workload, document_ids, key_span
 
@@ -67,6 +67,18 @@ def test_sartor_is_asked_for_the_same_mask(mask: str) -> None:
     else:
         assert isinstance(theirs, sartor.mods.Mask)
         assert (theirs.materialize(2, 4, 16, 16) == mine).all()
+
+
+@pytest.mark.parametrize("name", ["sartor", "sdpa", "eager"])
+@pytest.mark.parametrize("mode", ["bwd", "fwd_bwd"])
+def test_a_learned_bias_has_its_gradient(name: str, mode: str) -> None:
+    w = workload("learned", mode)
+    x = Inputs.make(w, torch.device("cpu"))
+    *_, dbias = runner(get(name).make(w, x), w, x)()
+    assert dbias.shape == x.bias.shape
+    plain = Inputs.make(replace(w, mask="bias"), torch.device("cpu"))
+    assert [len(of.leaves) for of in (x, plain)] == [4, 3]
+    assert torch.equal(x.bias, plain.bias)
 
 
 @pytest.mark.parametrize("mask", ["natten3", "dilated3", "relative", "dilated2+relative"])

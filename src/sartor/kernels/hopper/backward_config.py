@@ -96,7 +96,7 @@ class Config:
     def of(cls, p: Problem, *gradients: str) -> Config:
         """The config of a problem: products as wide as registers hold scores and dp beside the gradients, and shared
         memory two stages of rows, one of y where that is fewer than 64. A third warpgroup must leave 64 rows, or 80
-        without dp. In one sweep, as many rows as make 64 by 64 of dq for either warpgroup."""
+        without dp. In one sweep 128 up to head dim 64, where each warpgroup makes dq of half of them, else 64."""
         dim, count = columns(p), len(gradients)
         if count == 3:
             return cls(p, gradients, 2, 64 if dim > 64 else 128)

@@ -111,7 +111,8 @@ def _slice(w: Workload, x: Inputs) -> tuple[Workload, Inputs]:
     heads, heads_kv = judged(w, x.q.device)
     q, dout = (t.detach()[-1:, -heads:] for t in (x.q, x.dout))
     k, v = (t.detach()[-1:, -heads_kv:] for t in (x.k, x.v))
-    slopes, bias = None if x.slopes is None else x.slopes[-heads:], None if x.bias is None else x.bias[:, -heads:]
+    slopes = None if x.slopes is None else x.slopes[-heads:]
+    bias = None if x.bias is None else x.bias.detach()[:, -heads:]
     table = None if x.table is None else x.table[-heads:]
     small = Inputs(q, k, v, dout, x.ids, slopes, bias, x.keep, table, None if x.lengths is None else x.lengths[-1:])
     return replace(w, batch=1, heads_q=heads, heads_kv=heads_kv), small

@@ -18,8 +18,6 @@ def why_not(w: Workload, device: torch.device) -> str:
     """Why it cannot run a workload, a sentence; empty where it can."""
     if device.type != "cuda":
         return "compiled FlexAttention is measured on GPUs only"
-    if w.mode != "fwd" and w.pattern.bias:
-        return "was not measured backward with a bias"
     return ""
 
 

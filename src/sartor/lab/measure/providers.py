@@ -256,11 +256,10 @@ def runner(attend: Attend, w: Workload, x: Inputs) -> Callable[[], Any]:
                 return attend(x.q, x.k, x.v)
 
         return captured(forward) if w.mode == "graph" else forward
-    leaves = (x.q, x.k, x.v)
     if w.mode == "fwd_bwd":
-        return lambda: torch.autograd.grad(attend(*leaves), leaves, x.dout)
-    out = attend(*leaves)
-    return lambda: torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
+        return lambda: torch.autograd.grad(attend(x.q, x.k, x.v), x.leaves, x.dout)
+    out = attend(x.q, x.k, x.v)
+    return lambda: torch.autograd.grad(out, x.leaves, x.dout, retain_graph=True)
 
 
 def captured(run: Callable[[], Any]) -> Captured:

@@ -79,7 +79,8 @@ def mask(text: str) -> str:
     p = Pattern.parse(text)
     words = {
         "causal": bool(p.causal), f"window of {p.window}": p.window, f"{p.document} documents": p.document,
-        f"first {p.prefix} keys": p.prefix, "a bool for each pair": p.tensor, "a bias for each pair": p.bias,
+        f"first {p.prefix} keys": p.prefix, "a bool for each pair": p.tensor,
+        "a bias for each pair": p.bias and not p.learned, "a bias with its gradient": p.learned,
         f"softcap {p.softcap:g}": p.softcap, "ALiBi": p.alibi,
         f"NATTEN {p.natten} x {p.natten}": p.natten, f"dilated by {p.dilated}": p.dilated,
         "relative table": p.relative, "caches filled in part": p.cached,

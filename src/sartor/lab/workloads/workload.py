@@ -21,7 +21,7 @@ FACTORS = dict.fromkeys(FORWARD, 1.0) | {"bwd": 2.5, "fwd_bwd": 3.5}  # matrix p
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 PARTS = re.compile(
     r"full|causal|causal_top_left|window(?P<window>\d+)|document(?P<document>\d+)"
-    r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|alibi|bias|tensor|relative|cached"
+    r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|alibi|bias|learned|tensor|relative|cached"
     r"|natten(?P<natten>\d+)|dilated(?P<dilated>\d+)"
 )
 
@@ -37,6 +37,7 @@ class Pattern:
     softcap: float = 0.0
     alibi: bool = False
     bias: bool = False
+    learned: bool = False  # a bias that wants its gradient
     tensor: bool = False
     cached: bool = False  # places of a cache, of which each batch item has filled some
     relative: bool = False  # a table of each head and distance, added to the scores
@@ -52,7 +53,7 @@ class Pattern:
             if match is None:
                 known = (
                     "full, causal, causal_top_left, windowN, documentN, prefixN, nattenN, dilatedN, softcapN, alibi,"
-                    " relative, bias, tensor, cached"
+                    " relative, bias, learned, tensor, cached"
                 )
                 raise ValueError(f"mask part must be one of {known}, got {part!r}")
             numbers = {k: int(v) for k, v in match.groupdict().items() if v is not None}
@@ -61,14 +62,16 @@ class Pattern:
             found |= numbers
             if part.startswith("causal"):
                 found["causal"] = "top_left" if part.endswith("left") else "bottom_right"
-            if part in ("alibi", "bias", "tensor", "relative", "cached"):
+            if part in ("alibi", "bias", "learned", "tensor", "relative", "cached"):
                 found[part] = True
+            if part == "learned":
+                found["bias"] = True
         return cls(**found)
 
     @property
     def mask(self) -> Pattern:
         """What of it says who sees whom."""
-        return replace(self, softcap=0.0, alibi=False, bias=False, relative=False)
+        return replace(self, softcap=0.0, alibi=False, bias=False, learned=False, relative=False)
 
     def scattered(self, seqlen: int) -> Callable[..., Any] | None:
         """The part of it that is no interval of keys, as a function of FlexAttention's."""
@@ -246,6 +249,12 @@ class Inputs:
     lengths: torch.Tensor | None = None  # (b,) int32, places of a cache that are filled
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """What a backward makes gradients of."""
+        more = () if self.bias is None or not self.bias.requires_grad else (self.bias,)
+        return self.q, self.k, self.v, *more
+
     @classmethod
     def without_data(cls, w: Workload) -> Inputs:
         """Tensors on `meta`, of which any size will do."""
@@ -263,7 +272,7 @@ class Inputs:
         if p.alibi:
             self.slopes = empty(w.heads_q, dtype=torch.float32)
         if p.bias:
-            self.bias = empty(1, w.heads_q, w.seqlen_q, w.seqlen_kv)
+            self.bias = empty(1, w.heads_q, w.seqlen_q, w.seqlen_kv).requires_grad_(p.learned and w.mode not in FORWARD)
         if p.tensor:
             self.keep = empty(1, 1, w.seqlen_q, w.seqlen_kv, dtype=torch.bool)
         if p.relative:
@@ -297,6 +306,7 @@ class Inputs:
         if p.bias:
             full = (1, w.heads_q, w.seqlen_q, w.seqlen_kv)
             self.bias = torch.randn(full, generator=g, device=device, dtype=w.torch_dtype)
+            self.bias.requires_grad_(p.learned and grad)
         if p.relative:
             distances = (w.heads_q, w.seqlen_q + w.seqlen_kv - 1)
             self.table = torch.randn(distances, generator=g, device=device, dtype=w.torch_dtype)
