@@ -104,6 +104,22 @@ def test_a_run_that_is_stopped_tells_what_was_done(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.thorough
+def test_a_run_that_is_stopped_at_its_end_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All was done, and processes are being ended, when the limit is reached."""
+    (tmp_path / "test_one.py").write_text("def test_passes(): pass\n")
+    (tmp_path / "conftest.py").write_text(  # as xdist: called before what writes results
+        "import pytest, time\n"
+        "class Slow:\n"
+        "    def pytest_sessionfinish(self): time.sleep(30)\n"
+        "@pytest.hookimpl(trylast=True)\n"
+        "def pytest_configure(config): config.pluginmanager.register(Slow())\n"
+    )
+    monkeypatch.setattr(gpu_tests, "find_spec", lambda name: None)
+    found = gpu_tests.run_tests(tmp_path, 20, marker="not gpu")
+    assert (found["passed"], found["failed"]) == (1, 0), found
+
+
+@pytest.mark.thorough
 def test_what_passed_before_is_not_run_again(tmp_path: Path) -> None:
     """Nor lost when pytest is killed, nor kept after a change of the sources."""
     root, passed = checkout(), tmp_path / "out" / "passed.txt"

@@ -23,11 +23,16 @@ import torch
 from sartor.lab.evidence import wanted
 
 STOP_AT = 100  # failures: what was not run by then is not known
-# What is started in a shell's background ignores Ctrl-C, and so would its children
+# What is started in a shell's background ignores Ctrl-C, and so would its children. A run that is at its end has to write
+# down what was done
 PYTEST = """
 import signal, sys, pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(pytest.main(sys.argv[1:]))
+class Ending:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.exit(pytest.main(sys.argv[1:], plugins=[Ending()]))
 """
 END_S = 40  # that pytest may take to write what was done, once it is stopped
 
