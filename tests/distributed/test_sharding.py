@@ -11,9 +11,11 @@ import sartor.distributed as context
 from sartor import mods
 from sartor.distributed import Sharding
 from sartor.distributed.balance import TILE, visible_tiles
-from sartor.distributed.sharding import KINDS, apart, joined_places, together
+from sartor.distributed.local import Local
+from sartor.distributed.sharding import KINDS, Run, apart, joined_places, together
 from sartor.distributed.shift import Frame, shifted, shifted_band
 from sartor.distributed.sight import ALIGNED, sight
+from sartor.problem import Call, band
 
 ANY = {
     "kind": st.sampled_from(KINDS), "seqlen": st.integers(0, 70), "ranks": st.integers(1, 7), "pad": st.booleans(),
@@ -163,8 +165,6 @@ def test_blocks_see_the_mask(name, kind):
 @pytest.mark.parametrize("window", [None, (4, 2), (0, None), (None, 3), (3, 0)])
 @pytest.mark.parametrize(("sq", "skv"), [(24, 24), (10, 24), (24, 10)])
 def test_blocks_see_the_band(kind, causal, window, sq, skv):
-    from sartor.problem import band
-
     mask = band(causal, window)
     whole = torch.ones(1, 1, sq, skv, dtype=torch.bool) if mask is None else mask.materialize(1, 1, sq, skv)
     queries, keys = Sharding.make(kind, sq, 2), Sharding.make(kind, skv, 2)
@@ -180,6 +180,57 @@ def test_blocks_see_the_band(kind, causal, window, sq, skv):
                 assert not want[..., :start].any()
                 assert not want[..., max(stop, 0) :].any()
                 assert bool(want.all()) or not view.is_full(rank, i, kv)
+
+
+def local(kind, ranks, rank, sq, skv, causal=True, **options):
+    q, k = (torch.empty(1, n, 1, 8, device="meta") for n in (sq, skv))
+    call = Call(q, k, k, causal=causal, **options)
+    return Local(call, Sharding.make(kind, sq, ranks), Sharding.make(kind, skv, ranks), rank)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from(KINDS), st.integers(1, 5), st.sampled_from([True, "top_left", False]),
+    st.sampled_from([None, (4, 2), (None, 3)]), st.integers(1, 40), st.integers(1, 40),
+)  # fmt: skip
+def test_each_pair_is_of_one_rectangle(kind, ranks, causal, window, sq, skv):
+    """Of those that the mask allows, whichever cells were joined; no other is of any."""
+    mask = band(causal, window)
+    whole = torch.ones(sq, skv, dtype=torch.bool) if mask is None else mask.materialize(1, 1, sq, skv)[0, 0]
+    for rank in range(ranks):
+        here = local(kind, ranks, rank, sq, skv, causal, window=window)
+        for block in (*here.keys.runs, (Run(0, 0, 1, skv),)):  # of another rank; all of them, as all-gather has them
+            found = torch.zeros(here.queries.sizes[rank], sum(kv.count for kv in block), dtype=torch.int64)
+            for at in here.rectangles(block):
+                n, m = at.q.stop - at.q.start, at.kv.stop - at.kv.start
+                seen = torch.ones(n, m, dtype=torch.int64)
+                if at.causal:
+                    seen = seen.tril(m - n)
+                elif not at.full:
+                    seen = here._mask(at.frame).materialize(1, 1, n, m)[0, 0].long()
+                found[at.q, at.kv] += seen
+            want = torch.zeros_like(found)
+            for q in here.queries.runs[rank]:
+                for kv in block:
+                    want[q.places, kv.places] = whole[q.tokens, kv.tokens].long()
+            assert torch.equal(found, want)
+
+
+def test_what_is_causal_is_one_rectangle():
+    """Of a rank's own tokens; of those of others there are no more where they are zigzag."""
+    for rank in range(4):
+        here = local("zigzag", 4, rank, 4096, 4096)
+        for other, block in enumerate(here.keys.runs):
+            (at,) = here.rectangles(block)
+            assert (at.frame, at.causal) == (None, rank == other)
+            assert at.q == (slice(0, 1024) if other <= rank else slice(512, 1024))
+            assert at.kv == (slice(0, 512) if other < rank else slice(0, 1024))
+        assert [at.causal for at in here.rectangles((Run(0, 0, 1, 4096),))] == [True] * len(here.queries.runs[rank])
+    (at,) = local("contiguous", 4, 2, 4096, 4096).rectangles((Run(0, 0, 1, 4096),))
+    assert (at.kv, at.causal) == (slice(0, 3072), True)
+    for other in range(4):  # of striped tokens a rank sees one less of those behind its own
+        (at,) = local("striped", 4, 2, 4096, 4096).rectangles(Sharding.make("striped", 4096, 4).runs[other])
+        assert at.causal == (other <= 2)
 
 
 def test_what_is_sent():

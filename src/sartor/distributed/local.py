@@ -11,7 +11,7 @@ import torch
 
 from sartor import ops
 from sartor.distributed.merge import Merged
-from sartor.distributed.sharding import Runs, Sharding
+from sartor.distributed.sharding import Run, Runs, Sharding
 from sartor.distributed.shift import Frame, both, shifted, shifted_band
 from sartor.distributed.sight import Sight, sight
 from sartor.kernels import dropout
@@ -35,8 +35,9 @@ class Rectangle:
 
     q: slice
     kv: slice
-    frame: Frame | None = None  # None where every pair is attended to, and no score depends on its position
+    frame: Frame | None = None  # None where no score depends on a pair's position, and a mask at most by `causal`
     full: bool = True  # whether the mask in positions of the sequence allows every pair
+    causal: bool = False  # whether the mask is one that is causal here: the last query sees the last key, and so on
 
 
 @dataclass
@@ -74,6 +75,11 @@ class Local:
         return self.call.mask if isinstance(self.call.mask, Mask) else None
 
     @property
+    def _causal(self) -> bool:
+        """Whether the mask is causal and nothing else."""
+        return bool(self.call.causal) and self.call.window is None and self.mask is None
+
+    @property
     def _plain(self) -> bool:
         """Whether a pair that the mask allows is like every other."""
         call = self.call
@@ -89,11 +95,21 @@ class Local:
                 if start >= stop:
                     continue
                 full = self.sight.is_full(self.rank, i, kv)
+                if self._plain and self._causal and q.step == kv.step:
+                    kv = kv.cut(0, stop)
+                    if full or self._causal_here(q, kv):
+                        row.append(Rectangle(q.places, kv.places, None, full, not full))
+                        continue
                 frame = Frame(q, kv, self.queries.seqlen, self.keys.seqlen, self.first_head, self.heads)
-                cell = Rectangle(q.places, kv.places, None if full and self._plain else frame, full)
-                row.append(cell)
+                row.append(Rectangle(q.places, kv.places, None if full and self._plain else frame, full))
             cells += _joined(row)
         yield from _stacked(cells)
+
+    def _causal_here(self, q: Run, kv: Run) -> bool:
+        """Whether a causal mask is one too of these tokens, of which keys are no fewer: the first query sees all but as
+        many keys as there are queries behind it."""
+        offset = 0 if self.call.causal == "top_left" else self.keys.seqlen - self.queries.seqlen
+        return 0 <= kv.count - q.count == (q.first + offset - kv.first) // kv.step
 
     def problem(self, at: Rectangle, k: Tensor, v: Tensor) -> Call:
         """One of them as a call."""
@@ -111,7 +127,7 @@ class Local:
                 seed = dropout.part(seed, (q.first, q.step), (kv.first, kv.step), self.first_head)
         return replace(
             call, q=call.q[:, at.q], k=k[:, at.kv], v=v[:, at.kv], bias=bias, mask=mask, score=score,
-            alibi_slopes=None, sinks=None, causal=False, window=None, layout="bshd", dropout_seed=seed,
+            alibi_slopes=None, sinks=None, causal=at.causal, window=None, layout="bshd", dropout_seed=seed,
         )  # fmt: skip
 
     def _mask(self, frame: Frame) -> Mask | None:
@@ -178,24 +194,29 @@ class Local:
 
 
 def _joined(row: list[Rectangle]) -> list[Rectangle]:
-    """Neighbours of one run of queries that need no mods as one."""
+    """Neighbours of one run of queries that need no mods as one, the last of which may be causal."""
     found: list[Rectangle] = []
     for cell in row:
         last = found[-1] if found else None
-        if last is not None and last.frame is cell.frame is None and last.kv.stop == cell.kv.start:
-            found[-1] = replace(last, kv=slice(last.kv.start, cell.kv.stop))
+        plain = last is not None and last.frame is cell.frame is None and not last.causal
+        if last is not None and plain and last.kv.stop == cell.kv.start:
+            found[-1] = replace(cell, kv=slice(last.kv.start, cell.kv.stop))
         else:
             found.append(cell)
     return found
 
 
 def _stacked(cells: list[Rectangle]) -> list[Rectangle]:
-    """Those of neighbouring runs of queries that need no mods and have the same keys as one."""
+    """Those of neighbouring runs of queries that need no mods as one: of the same keys, or of causal ones those with as
+    many keys more as they have queries."""
     found: list[Rectangle] = []
     for cell in cells:
         for i, other in enumerate(found):
-            if other.frame is cell.frame is None and other.kv == cell.kv and other.q.stop == cell.q.start:
-                found[i] = replace(other, q=slice(other.q.start, cell.q.stop))
+            more = cell.q.stop - cell.q.start if cell.causal else 0
+            alike = other.frame is cell.frame is None and other.causal == cell.causal
+            alike &= (other.kv.start, other.kv.stop + more) == (cell.kv.start, cell.kv.stop)
+            if alike and other.q.stop == cell.q.start:
+                found[i] = replace(cell, q=slice(other.q.start, cell.q.stop))
                 break
         else:
             found.append(cell)
