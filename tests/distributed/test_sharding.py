@@ -199,13 +199,14 @@ def test_each_pair_is_of_one_rectangle(kind, ranks, causal, window, sq, skv):
     whole = torch.ones(sq, skv, dtype=torch.bool) if mask is None else mask.materialize(1, 1, sq, skv)[0, 0]
     for rank in range(ranks):
         here = local(kind, ranks, rank, sq, skv, causal, window=window)
-        for block in (*here.keys.runs, (Run(0, 0, 1, skv),)):  # of another rank; all of them, as all-gather has them
+        first = [runs[:1] for runs in here.keys.runs]
+        for block in (*here.keys.runs, *first, (Run(0, 0, 1, skv),)):  # the last is what all-gather has
             found = torch.zeros(here.queries.sizes[rank], sum(kv.count for kv in block), dtype=torch.int64)
             for at in here.rectangles(block):
                 n, m = at.q.stop - at.q.start, at.kv.stop - at.kv.start
                 seen = torch.ones(n, m, dtype=torch.int64)
                 if at.causal:
-                    seen = seen.tril(m - n)
+                    seen = seen.tril(0 if at.causal == "top_left" else m - n)
                 elif not at.full:
                     seen = here._mask(at.frame).materialize(1, 1, n, m)[0, 0].long()
                 found[at.q, at.kv] += seen
@@ -226,6 +227,8 @@ def test_what_is_causal_is_one_rectangle():
             assert at.q == (slice(0, 1024) if other <= rank else slice(512, 1024))
             assert at.kv == (slice(0, 512) if other < rank else slice(0, 1024))
         assert [at.causal for at in here.rectangles((Run(0, 0, 1, 4096),))] == [True] * len(here.queries.runs[rank])
+        (at,) = here.rectangles(here.keys.runs[rank][:1])
+        assert (at.q, at.causal) == (slice(0, 1024), True if rank == 3 else "top_left")
     (at,) = local("contiguous", 4, 2, 4096, 4096).rectangles((Run(0, 0, 1, 4096),))
     assert (at.kv, at.causal) == (slice(0, 3072), True)
     for other in range(4):  # of striped tokens a rank sees one less of those behind its own

@@ -37,7 +37,7 @@ class Rectangle:
     kv: slice
     frame: Frame | None = None  # None where no score depends on a pair's position, and a mask at most by `causal`
     full: bool = True  # whether the mask in positions of the sequence allows every pair
-    causal: bool = False  # whether the mask is one that is causal here: the last query sees the last key, and so on
+    causal: bool | str = False  # whether the mask is causal in these places: True if the last query sees the last key
 
 
 @dataclass
@@ -207,20 +207,30 @@ def _joined(row: list[Rectangle]) -> list[Rectangle]:
 
 
 def _stacked(cells: list[Rectangle]) -> list[Rectangle]:
-    """Those of neighbouring runs of queries that need no mods as one: of the same keys, or of causal ones those with as
-    many keys more as they have queries."""
+    """Those of neighbouring runs of queries that need no mods as one."""
     found: list[Rectangle] = []
     for cell in cells:
         for i, other in enumerate(found):
-            more = cell.q.stop - cell.q.start if cell.causal else 0
-            alike = other.frame is cell.frame is None and other.causal == cell.causal
-            alike &= (other.kv.start, other.kv.stop + more) == (cell.kv.start, cell.kv.stop)
-            if alike and other.q.stop == cell.q.start:
-                found[i] = replace(cell, q=slice(other.q.start, cell.q.stop))
+            causal = _causal_together(other, cell)
+            if causal is not None and other.q.stop == cell.q.start:
+                found[i] = replace(cell, q=slice(other.q.start, cell.q.stop), causal=causal)
                 break
         else:
             found.append(cell)
     return found
+
+
+def _causal_together(above: Rectangle, below: Rectangle) -> bool | str | None:
+    """How the mask of two is causal, as `Rectangle.causal` says it; None where they are not one."""
+    if above.frame is not below.frame or above.frame is not None or above.kv.start != below.kv.start:
+        return None
+    more = below.kv.stop - above.kv.stop
+    if below.causal:  # the last query of each sees its last key
+        return True if above.causal is True and more == below.q.stop - below.q.start else None
+    square = above.q.stop - above.q.start == above.kv.stop - above.kv.start
+    if above.causal and (square or above.causal == "top_left"):
+        return None if more else "top_left"
+    return None if more or above.causal else False
 
 
 class Sums:

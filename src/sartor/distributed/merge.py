@@ -9,44 +9,59 @@ import torch
 
 
 class Merged:
-    """Results over the keys seen so far. A row's first result is copied; a row without one has out 0, lse -inf."""
+    """Results over the keys seen so far. The first of all rows are taken as they are, and written to later; a row
+    without any has out 0, lse -inf."""
 
     def __init__(self, q: torch.Tensor, dim_v: int, dtype: torch.dtype) -> None:
         b, sq, hq, _ = q.shape
-        self._out = torch.empty((b, sq, hq, dim_v), dtype=dtype, device=q.device)
-        self._lse = torch.empty((b, hq, sq), dtype=dtype, device=q.device)
+        self._like, self._shapes = q.new_empty(0, dtype=dtype), ((b, sq, hq, dim_v), (b, hq, sq))
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None  # out and lse
         self._unwritten = [(0, sq)]  # runs of rows, rising
 
     @property
     def out(self) -> torch.Tensor:
         """(batch, seqlen_q, heads_q, dim_v)."""
-        self._write(0, self._out.shape[1])
-        return self._out
+        return self._whole[0]
 
     @out.setter
     def out(self, out: torch.Tensor) -> None:
-        self._out = out
+        self._found = out, self._whole[1]
 
     @property
     def lse(self) -> torch.Tensor:
         """(batch, heads_q, seqlen_q)."""
-        self._write(0, self._out.shape[1])
-        return self._lse
+        return self._whole[1]
+
+    @property
+    def _whole(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self._write(0, self._shapes[0][1])
+        return self._kept
+
+    @property
+    def _kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._found is None:
+            self._found = self._like.new_empty(self._shapes[0]), self._like.new_empty(self._shapes[1])
+        return self._found
 
     def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Take in the results of some queries over more keys (Dao et al. 2022, section 3.1)."""
-        before, start, stop = self._lse[:, :, rows], *rows.indices(self._out.shape[1])[:2]
+        """Take in the results of some queries over more keys (Dao et al. 2022, section 3.1); nobody else may need them
+        as they are."""
+        (start, stop), dtype = rows.indices(self._shapes[0][1])[:2], self._like.dtype
+        if self._found is None and self._unwritten == [(start, stop)]:
+            self._found, self._unwritten = (out.to(dtype), lse.to(dtype)), []
+            return
+        whole, before = self._kept[0], self._kept[1][:, :, rows]
         if any(a <= start and stop <= b for a, b in self._unwritten):
-            self._out[:, rows] = out
+            whole[:, rows] = out
             before.copy_(lse)
             self._left(start, stop)
             return
         self._write(start, stop)
-        lse = lse.to(before.dtype)
+        lse = lse.to(dtype)
         both = torch.logaddexp(before, lse)
         base = torch.where(both == -torch.inf, 0, both)
         kept, new = ((part - base).exp_().transpose(1, 2)[..., None] for part in (before, lse))
-        self._out[:, rows].mul_(kept).addcmul_(out.to(self._out.dtype), new)
+        whole[:, rows].mul_(kept).addcmul_(out.to(dtype), new)
         before.copy_(both)
 
     def _write(self, start: int, stop: int) -> None:
@@ -54,8 +69,8 @@ class Merged:
         for a, b in self._unwritten:
             rows = slice(max(a, start), min(b, stop))
             if rows.start < rows.stop:
-                self._out[:, rows] = 0
-                self._lse[:, :, rows] = -torch.inf
+                out, lse = self._kept
+                out[:, rows], lse[:, :, rows] = 0, -torch.inf
         self._left(start, stop)
 
     def _left(self, start: int, stop: int) -> None:
@@ -65,8 +80,7 @@ class Merged:
 
     def add_sinks(self, sinks: torch.Tensor) -> None:
         """One more logit (heads_q,) in each row's denominator, without a value."""
-        sinks = sinks.to(self.lse.dtype).view(1, -1, 1)
-        both = torch.logaddexp(self.lse, sinks)
+        out, lse = self._whole
+        both = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
         base = torch.where(both == -torch.inf, 0, both)
-        self.out.mul_((self.lse - base).exp_().transpose(1, 2)[..., None])
-        self._lse = both
+        self._found = out.mul_((lse - base).exp_().transpose(1, 2)[..., None]), both
