@@ -198,8 +198,7 @@ def _joined(row: list[Rectangle]) -> list[Rectangle]:
     found: list[Rectangle] = []
     for cell in row:
         last = found[-1] if found else None
-        plain = last is not None and last.frame is cell.frame is None and not last.causal
-        if last is not None and plain and last.kv.stop == cell.kv.start:
+        if last is not None and not last.causal and last.frame is cell.frame is None and last.kv.stop == cell.kv.start:
             found[-1] = replace(cell, kv=slice(last.kv.start, cell.kv.stop))
         else:
             found.append(cell)
@@ -222,7 +221,7 @@ def _stacked(cells: list[Rectangle]) -> list[Rectangle]:
 
 def _causal_together(above: Rectangle, below: Rectangle) -> bool | str | None:
     """How the mask of two is causal, as `Rectangle.causal` says it; None where they are not one."""
-    if above.frame is not below.frame or above.frame is not None or above.kv.start != below.kv.start:
+    if not (above.frame is below.frame is None and above.kv.start == below.kv.start):
         return None
     more = below.kv.stop - above.kv.stop
     if below.causal:  # the last query of each sees its last key
