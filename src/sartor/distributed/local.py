@@ -88,6 +88,7 @@ class Local:
     def rectangles(self, block: Runs) -> Iterator[Rectangle]:
         """The dense problems of a block of keys that are not empty."""
         cells: list[Rectangle] = []
+        plain, causal = self._plain, self._causal
         for i, q in enumerate(self.queries.runs[self.rank]):
             row: list[Rectangle] = []
             for kv in block:
@@ -95,13 +96,13 @@ class Local:
                 if start >= stop:
                     continue
                 full = self.sight.is_full(self.rank, i, kv)
-                if self._plain and self._causal and q.step == kv.step:
+                if plain and causal and q.step == kv.step:
                     kv = kv.cut(0, stop)
                     if full or self._causal_here(q, kv):
                         row.append(Rectangle(q.places, kv.places, None, full, not full))
                         continue
                 frame = Frame(q, kv, self.queries.seqlen, self.keys.seqlen, self.first_head, self.heads)
-                row.append(Rectangle(q.places, kv.places, None if full and self._plain else frame, full))
+                row.append(Rectangle(q.places, kv.places, None if full and plain else frame, full))
             cells += _joined(row)
         yield from _stacked(cells)
 

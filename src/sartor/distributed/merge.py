@@ -35,10 +35,10 @@ class Merged:
     @property
     def _whole(self) -> tuple[torch.Tensor, torch.Tensor]:
         self._write(0, self._shapes[0][1])
-        return self._kept
+        return self._room
 
     @property
-    def _kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._found is None:
             self._found = self._like.new_empty(self._shapes[0]), self._like.new_empty(self._shapes[1])
         return self._found
@@ -50,7 +50,8 @@ class Merged:
         if self._found is None and self._unwritten == [(start, stop)]:
             self._found, self._unwritten = (out.to(dtype), lse.to(dtype)), []
             return
-        whole, before = self._kept[0], self._kept[1][:, :, rows]
+        whole, before = self._room
+        before = before[:, :, rows]
         if any(a <= start and stop <= b for a, b in self._unwritten):
             whole[:, rows] = out
             before.copy_(lse)
@@ -69,7 +70,7 @@ class Merged:
         for a, b in self._unwritten:
             rows = slice(max(a, start), min(b, stop))
             if rows.start < rows.stop:
-                out, lse = self._kept
+                out, lse = self._room
                 out[:, rows], lse[:, :, rows] = 0, -torch.inf
         self._left(start, stop)
 

@@ -23,8 +23,8 @@ import torch
 from sartor.lab.evidence import wanted
 
 STOP_AT = 100  # failures: what was not run by then is not known
-# What is started in a shell's background ignores Ctrl-C, and so would its children. A run at its end has to write down
-# what was done
+# What is started in a shell's background ignores Ctrl-C, and so would its children. At its end a run ignores it too, as
+# it writes down what was done
 PYTEST = """
 import signal, sys, pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)

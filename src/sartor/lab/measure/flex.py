@@ -16,9 +16,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def why_not(w: Workload, device: torch.device) -> str:
     """Why it cannot run a workload, a sentence; empty where it can."""
-    if device.type != "cuda":
-        return "compiled FlexAttention is measured on GPUs only"
-    return ""
+    return "" if device.type == "cuda" else "compiled FlexAttention is measured on GPUs only"
 
 
 def make(w: Workload, x: Inputs) -> Attend:
