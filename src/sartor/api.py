@@ -82,9 +82,9 @@ def attention(
             lose slope * |i + seqlen_kv - seqlen_q - j|. Not differentiable: refused where autograd would follow it.
         sinks: (heads_q,): one more logit in each row's softmax denominator; differentiable.
         deterministic: bit-equal gradients from run to run, which torch.use_deterministic_algorithms asks for too.
-            Without it two may not be, on Hopper of 16-bit floats: dq at head dims up to 128, but for 88 and 96, and
-            the gradient of a bias of queries and keys that is broadcast over items or heads. Either also keeps the keys
-            of few queries whole, whose number of parts may change with the batch, and bits with it.
+            Without it two may not be, on Hopper of 16-bit floats: dq at head dims up to 128, and the gradient of a bias
+            of queries and keys that is broadcast over items or heads. Either also keeps the keys of few queries whole,
+            whose number of parts may change with the batch, and bits with it.
         return_lse: return (out, lse) with lse the natural-log logsumexp of the scores, (batch, heads_q, seqlen_q),
             float32 (float64 for float64 inputs), differentiable.
         out_dtype: None for the inputs' dtype, or torch.float32 for unrounded partial results.

@@ -151,7 +151,7 @@ def test_in_compiled_calls():
 
 @pytest.mark.parametrize("lengths", [(700, 700), (300, 1000), (1000, 130)], ids=str)
 @pytest.mark.parametrize("name", HOLES)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.judges("hopper_backward")
 def test_in_gradients(dim, name, lengths):
     """Queries without any key, keys without any query, heads that share keys, and blocks that share heads."""

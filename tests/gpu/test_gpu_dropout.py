@@ -42,7 +42,7 @@ def marked(n, dim, first, dtype, b=2, h=4):
 
 
 @of_every_kernel
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [40, 64, 96, 128])
 def test_masks_are_the_references_bit_for_bit(kernel, dtype, dim):
     """That of out, by values that tell keys apart; that of dv, by gradients that tell queries apart."""
     q, k, _ = inputs(dtype, hkv=4, sq=250, skv=230, d=dim)

@@ -53,7 +53,9 @@ def check(q, k, v, dout=None, dlse=None, **options):
     testing.check_all(found, q, k, v, dout, dlse, **options)
 
 
-@pytest.mark.parametrize(("dim", "deterministic"), [(40, False), (64, False), (64, True), (80, False), *WAYS.values()])
+@pytest.mark.parametrize(
+    ("dim", "deterministic"), [(40, False), (64, False), (64, True), (80, False), (96, False), *WAYS.values()]
+)
 @pytest.mark.parametrize("options", MASKS, ids=str)
 def test_masks(dim, options, deterministic):
     check(*inputs(d=dim), deterministic=deterministic, **options)
@@ -63,8 +65,8 @@ def test_masks(dim, options, deterministic):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("dim", "deterministic"),
-    [*WAYS.values(), (64, False), (80, False)],
-    ids=[*WAYS, "one sweep of 64", "one sweep of 80"],
+    [*WAYS.values(), (48, False), (64, False), (80, False)],
+    ids=[*WAYS, "one sweep of 48", "one sweep of 64", "one sweep of 80"],
 )
 def test_lengths(lengths, causal, dim, deterministic):
     check(*inputs(hq=6, sq=lengths[0], skv=lengths[1], d=dim), causal=causal, deterministic=deterministic)
@@ -83,7 +85,7 @@ def test_dims_of_three_sweeps(dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("dim", [16, 24, 32, 40, 48, 56, 72, 80, 104, 112, 120])  # 88 and 96 have two, as in test_dims
+@pytest.mark.parametrize("dim", [8, 16, 24, 32, 40, 48, 56, 72, 80, 88, 96, 104, 112, 120])
 def test_dims_of_one_sweep(dim, dtype):
     check(*inputs(b=1, d=dim, dtype=dtype), causal=True)
 
@@ -93,9 +95,10 @@ PACKED = sorted(documents.packed(300, 300, "cpu"))
 
 
 def crossed(names, some):
-    """Each with one sweep of 64 and of 128 and with two; `some` of them with other head dims of two, and with three."""
+    """Each with one sweep of 64 and of 128 and with two; `some` of them with others, with two of 64, and with three."""
     found = [(name, *way) for name in names for way in ((64, False), (128, False), (128, True))]
-    return found + [(name, *way) for name in names if name in some for way in ((64, True), (96, False), (256, True))]
+    others = (64, True), (40, False), (80, False), (96, False), (256, True)
+    return found + [(name, *way) for name in names if name in some for way in others]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_intervals_from_tables(name, dim, deterministic):
     check(*inputs(d=dim), deterministic=deterministic, **documents.masks(600, 700, "cuda")[name])
 
 
-@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), *WAYS.values()])
+@pytest.mark.parametrize(("dim", "deterministic"), [(48, False), (64, False), (80, False), *WAYS.values()])
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences(name, dim, deterministic):
     check(*inputs(b=1, d=dim), deterministic=deterministic, **documents.packed(600, 700, "cuda")[name])
@@ -113,7 +116,7 @@ def test_packed_sequences(name, dim, deterministic):
 
 @pytest.mark.parametrize("change", [{"softcap": 2.0}, {"alibi_slopes": True}], ids=["softcap", "alibi"])
 @pytest.mark.parametrize("name", ["causal documents", "scattered documents"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_scores_of_documents(dim, name, change):
     change = {"alibi_slopes": torch.rand(4, device="cuda")} if "alibi_slopes" in change else change
     check(*inputs(d=dim), **change, **documents.masks(600, 700, "cuda")[name])
@@ -152,12 +155,8 @@ def test_tokens_past_the_last_sequence(dim, value):
         assert (x - y)[:, :300].norm() <= 2 * torch.finfo(BF16).eps * y.norm()
 
 
-ONE_SWEEP = [(64, BF16), (128, BF16), (128, FP16), (32, BF16), (96, FP16)]  # the last two as 64 and 128
-
-
-def lengths_of_pairs(dim):
-    """Of queries and keys. A tensor of one query is none of pairs, and there are kernels for it at few head dims."""
-    return (600, 700), (300, 20), (129, 1000), *[(1, 300)] * (dim in (64, 128))
+ONE_SWEEP = [(64, BF16), (128, BF16), (128, FP16), (32, BF16), (80, BF16), (96, FP16)]
+OF_PAIRS = (600, 700), (300, 20), (129, 1000), (1, 300)  # lengths of queries and keys
 
 
 def seen(*shape, share=0.6):
@@ -181,7 +180,7 @@ SEEN = {
 @pytest.mark.parametrize(("dim", "dtype"), ONE_SWEEP, ids=str)
 @pytest.mark.parametrize("name", SEEN)
 def test_bool_tensors(name, dim, dtype):
-    for sq, skv in lengths_of_pairs(dim):
+    for sq, skv in OF_PAIRS:
         check(*inputs(sq=sq, skv=skv, d=dim, dtype=dtype), **SEEN[name](2, 4, sq, skv))
 
 
@@ -218,7 +217,7 @@ ADDED = {
 @pytest.mark.parametrize(("dim", "dtype"), ONE_SWEEP, ids=str)
 @pytest.mark.parametrize("name", ADDED)
 def test_bias_of_pairs(name, dim, dtype):
-    for sq, skv in lengths_of_pairs(dim):
+    for sq, skv in OF_PAIRS:
         check(*inputs(sq=sq, skv=skv, d=dim, dtype=dtype), **ADDED[name](2, 4, sq, skv))
 
 
@@ -251,7 +250,7 @@ def test_what_is_hidden_has_no_gradient_of_a_bias():
     assert dbias[..., :200, :].isfinite().all()
 
 
-@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), *WAYS.values()])
+@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (80, False), *WAYS.values()])
 def test_scores_that_index_a_table(dim, deterministic):
     """As a bias of each head and distance; the table wants no gradient here."""
     table = torch.randn(4, 1299, device="cuda")
@@ -259,7 +258,8 @@ def test_scores_that_index_a_table(dim, deterministic):
     check(*inputs(d=dim), score=score, causal=True, deterministic=deterministic)
 
 
-BURIED = [(64, False, 176, FP16), (128, False, 176, BF16), (128, True, 1, BF16), (256, True, 1, BF16)]
+BURIED = [(40, False, 176, BF16), (64, False, 176, FP16), (128, False, 176, BF16)]
+BURIED += [(dim, True, 1, BF16) for dim in (128, 256)]
 
 
 @pytest.mark.parametrize("extra", ["full", "causal", "sinks"])
@@ -343,7 +343,7 @@ def test_gradient_of_lse(dim, dtype):
     check(q, k, v, dlse=torch.randn(2, 4, 600, device="cuda"), causal=True)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [40, 64, 72, 96, 128])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 2.0}], ids=str)
 def test_one_key_head(dim, options):
     check(*inputs(hq=12, hkv=1, d=dim), **options)
@@ -370,7 +370,7 @@ def test_rows_of_dout():
     check(q, k, v, torch.nn.functional.pad(testing.make_like(q), (1, 0))[..., 1:])
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [24, 64, 96, 128, 256])
 def test_preprocess(dim):
     """out in float32, and one an element off 16 bytes: the gradients are the same but for what rounding out changes."""
     q, k, v = inputs(d=dim)

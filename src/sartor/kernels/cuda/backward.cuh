@@ -275,21 +275,16 @@ struct Worker {
   }
 };
 
-// ---- warp specialisation: the four producer warps call `load` with their numbers, consumer warpgroups `multiply`;
-// with ADDERS the second warpgroup calls `add`
-template <class Rings, int ADDERS = 0, class Load, class Multiply, class Add = Nothing>
-DEVICE void specialize_warps(u32 base, Load load, Multiply multiply, Add add = {}) {
+// ---- warp specialisation: the four producer warps call `load` with their numbers, consumer warpgroups `multiply`
+template <class Rings, class Load, class Multiply> DEVICE void specialize_warps(u32 base, Load load, Multiply multiply) {
   if (threadIdx.x == 0) Rings(base).init();
   __syncthreads();
   const int warp = __shfl_sync(ALL, threadIdx.x >> 5, 0);
   if (warp < 4) {
     registers_fewer<PRODUCER_REGISTERS>();
     load(warp);
-  } else if (ADDERS && warp < 8) {
-    registers_fewer<72>();
-    add();
   } else {
     registers_more<CONSUMER_REGISTERS>();
-    multiply(warp / 4 - 1 - ADDERS);
+    multiply(warp / 4 - 1);
   }
 }

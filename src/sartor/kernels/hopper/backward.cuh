@@ -14,13 +14,10 @@
 //
 // FUSED: KEYS computes dq too, which saves two products of seven. A warpgroup leaves its dS in shared memory,
 // and multiplies those of the block with the held keys a tile later, so that the other one may be half a tile behind. Its
-// part of a tile's dq, 64 queries by 64 columns, is added to float32 sums, by blocks in any order; `round_dq` makes 16 bits
-// of them.
+// part of a tile's dq, 64 queries by at most 64 columns, is added to float32 sums, by blocks in any order; `round_dq` makes
+// 16 bits of them. Where registers are left they hold the first columns of keys and values too, as products wait for shared memory.
 //
-// ADDER, a form of FUSED for other head dims: a warpgroup of its own makes dq and adds it (hopper/adder.cuh). The others
-// have keys and values in registers: products of 64 by 64 would wait for shared memory.
-//
-// The config, in macros: GROUPS, KEYS, DX, DY, FUSED, ADDER, DIM (a multiple of 16), COLUMNS (of them in memory), WIDTH (of a
+// The config, in macros: GROUPS, KEYS, DX, DY, FUSED, DIM (a multiple of 16), COLUMNS (of them in memory, and of gradients), WIDTH (of a
 // swizzled chunk), BLOCK (a multiple of 16), STAGES, APART (whether y, of which only dp is made, has one stage, of its
 // own), MASK, SHARED_SPANS, ORDERED, PERSISTENT, SECTIONED, HEAD_PARTS (cuda/backward.cuh; hopper/parts.cuh), SCORE (of
 // scores: 0 no change, 1 one whose derivative is 1, 2 any), SEEN (hopper/seen.cuh: the mask reads a bool tensor; 2: and
@@ -40,9 +37,15 @@ using Half = Half16<BF16>;
 constexpr bool RISES = SCORE == 2 && DX;  // whether there are derivatives of the score function to multiply with
 constexpr int STEPS = DIM / 16, HELD = 1 + DX;  // HELD: tiles of a warpgroup
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : DRAWN ? 40 : 24;
-constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : ADDER ? 208 : DRAWN ? 232 : 240;
+constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : DRAWN ? 232 : 240;
 
-constexpr int PART = 64 * 64, WARP_PART = PART / 4;  // floats of a tile's dq, of a warpgroup and of a warp
+// A warpgroup makes 64 queries by PART columns of a tile's dq. Up to head dim 64 these are all columns of half of its queries.
+// Beyond, both warpgroups have the same queries, the second one columns from its chunk on. In eights of columns, it adds those
+// from ADDS_FROM to ADDS_TO: the first one has made those before, and behind the last there are zeros. FEWER: floats of a warp, then
+constexpr bool BY_ROWS = DIM <= 64;
+constexpr int PART = BY_ROWS ? COLUMNS : WIDTH == 64 ? 64 : COLUMNS - WIDTH, WARP_PART = 16 * PART;
+constexpr int ADDS_FROM = BY_ROWS ? 0 : (PART - WIDTH) / 8, ADDS_TO = BY_ROWS ? PART / 8 : (COLUMNS - WIDTH) / 8;
+constexpr int FEWER = WARP_PART - 128 * (ADDS_TO - ADDS_FROM);
 constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's last three products, not the second
 
 // ---- shared memory, as Config.laid_out has it: held tiles, stepped tiles, dS of two tiles (FUSED), a tile of a 16-bit
@@ -70,7 +73,6 @@ constexpr int AT_JOBS_END = AT_BARRIERS + 16 * (5 + STAGES);  // of the barriers
 static_assert(AT_STAGES == OFFSET_STAGES && AT_Y == OFFSET_Y && AT_DS == OFFSET_DS && AT_ROWS == OFFSET_ROWS);
 static_assert(AT_ADDED == OFFSET_ADDED && AT_RAW == OFFSET_RAW && AT_SLICES == OFFSET_SLICES);
 static_assert(!DADDED || (ADDED && !SEEN && !RISES));
-static_assert(!ADDER || (FUSED && !PERSISTENT && !SCORE && !SEEN && MASK < 2));
 static_assert((!SEEN || MASK == 2) && (!(SEEN || ADDED) || (FUSED && !PERSISTENT)));
 static_assert(AT_BARRIERS == OFFSET_BARRIERS);
 static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + 2 * PERSISTENT : APART) + ADDED + PIECES) + 1024);
@@ -110,7 +112,7 @@ struct Rings {
 #if APART
     y.init(4 * GROUPS);
 #endif
-    if (FUSED) ds.init(ADDER ? 4 : 4 * GROUPS + DADDED, 4 * GROUPS);
+    if (FUSED) ds.init(4 * GROUPS + DADDED, 4 * GROUPS);
 #if ADDED
     added.init(4 * GROUPS);
 #endif
@@ -128,14 +130,11 @@ struct Rings {
 #if DADDED
 #include "hopper/dbias.cuh"
 #endif
-#if ADDER
-#include "hopper/adder.cuh"
-#endif
 #if HEAD_PARTS
 static_assert(FUSED && !PERSISTENT && !ORDERED && DADDED < 2);
 // A thread's share of a warpgroup's sums, as it has them: threads side by side
-DEVICE void store_sums(const float (&sum)[DIM / 2], float* to) {
-  UNROLL for (int i = 0; i < DIM / 8; i++)
+DEVICE void store_sums(const float (&sum)[COLUMNS / 2], float* to) {
+  UNROLL for (int i = 0; i < COLUMNS / 8; i++)
     *reinterpret_cast<float4*>(to + 512 * i) = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
 }
 #endif
@@ -287,7 +286,7 @@ DEVICE void draw_all(u32 base, Task task) {  // by a warp that brings nothing el
 
 struct Consumer : Worker {
   Rings rings;
-  float s[BLOCK / 2], dp[BLOCK / 2], dx[DIM / 2], dy[DIM / 2];
+  float s[BLOCK / 2], dp[BLOCK / 2], dx[COLUMNS / 2], dy[COLUMNS / 2];
   u32 a[BLOCK / 4], b[BLOCK / 4];  // weights and score gradients as A operands
   float lse[2], delta[2];          // of held queries
 #if DROPOUT && !DRAWN
@@ -299,18 +298,20 @@ struct Consumer : Worker {
 #if MASK == 3
   u32 kept[2];  // bits of this tile's pairs
 #endif
-  // Steps of held rows that are in registers, as A operands: ADDER has room for four of values
-  enum : int { OWN_X = ADDER ? STEPS : 0, OWN_Y = ADDER ? imin(STEPS, 4) : 0 };
+  // Steps of held rows that are in registers, as A operands: as many as fill 224 beside gradients, scores, dp and dq
+  static constexpr bool PLAIN = FUSED && MASK < 2 && !(SCORE || DROPOUT || SEEN || ADDED);
+  static constexpr int OWN = PLAIN ? (224 - COLUMNS - BLOCK - PART / 2) / 4 : 0;
+  static constexpr int OWN_X = imin(STEPS, OWN), OWN_Y = imin(STEPS, OWN - OWN_X);
   u32 own_x[4 * OWN_X + 1], own_y[4 * OWN_Y + 1];
-#if FUSED && !ADDER
+#if FUSED
   Ring<2> ds;         // of the tile before; `rings` has those of the next one to write
-  float dq[PART / 128];   // this thread's of the tile before
+  float dq[PART / 2];     // this thread's of the tile before
   float* sums = nullptr;  // where it is added
 #endif
 
   DEVICE Consumer(const Task& task, u32 base, int group)
       : Worker(task, base, group), rings(base)
-#if FUSED && !ADDER
+#if FUSED
         , ds(rings.ds)
 #endif
   {}
@@ -341,12 +342,12 @@ struct Consumer : Worker {
     }
     wgmma_commit();
   }
-  DEVICE void add_product(float (&sum)[DIM / 2], u32 (&w)[BLOCK / 4], u32 stepped) {  // sum += w times stepped rows
+  DEVICE void add_product(float (&sum)[COLUMNS / 2], u32 (&w)[BLOCK / 4], u32 stepped) {  // sum += w times stepped rows
     const u32 columns = across_k<Tile>(stepped);
     pin(sum), pin(w);
     wgmma_fence();
     UNROLL for (int k = 0; k < BLOCK / 16; k++)
-      Wgmma<DIM>::rs<false, true>(sum, w + 4 * k, descriptor<Tile>(columns + (k * 16 * Tile::row_bytes >> 4)));
+      Wgmma<COLUMNS>::rs<false, true>(sum, w + 4 * k, descriptor<Tile>(columns + (k * 16 * Tile::row_bytes >> 4)));
     wgmma_commit();
   }
 
@@ -478,18 +479,16 @@ struct Consumer : Worker {
     shared_fence();
     publish_ds();
   }
-#if !ADDER
   DEVICE void multiply_keys() {  // dq of the tile before: a warpgroup has 64 of 128 queries, or of 128 columns
-    constexpr bool rows = BLOCK == 128;
-    static_assert(BLOCK * DIM == GROUPS * PART && GROUPS == 2 && WIDTH == 64);
+    static_assert(BLOCK == (BY_ROWS ? 128 : 64) && GROUPS == 2 && (BY_ROWS || WIDTH == 64 || (WIDTH == 32 && DIM == 80)));
     ds.await_full();
-    const u32 own = along_k(ds_at(ds) + rows * group * 64 * DsTile::row_bytes);
-    const u32 keys = across_k<Held>(base + !rows * group * Held::chunk_bytes);
+    const u32 own = along_k(ds_at(ds) + BY_ROWS * group * 64 * DsTile::row_bytes);
+    const u32 keys = across_k<Held>(base + !BY_ROWS * group * Held::chunk_bytes);
     wgmma_fence();
     UNROLL for (int k = 0; k < 4 * GROUPS; k++) {
       const u64 x = operand<DsTile>(own, k);
       const u64 y = descriptor<Held>(keys + (k / 4 * 2 * Held::bytes + k % 4 * 16 * Held::row_bytes >> 4));
-      k ? Wgmma<64>::ss<false, true>(dq, x, y) : Wgmma<64>::ss<true, true>(dq, x, y);
+      k ? Wgmma<PART>::ss<false, true>(dq, x, y) : Wgmma<PART>::ss<true, true>(dq, x, y);
     }
     wgmma_commit();
   }
@@ -498,15 +497,16 @@ struct Consumer : Worker {
     if (lane == 0) barrier_arrive(ds.empty());
     ds.next();
     if (sums)
-      UNROLL for (int i = 0; i < PART / 128; i += 4)
-        global_add_four(sums + 32 * i, make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]));
+      UNROLL for (int i = 0; i < PART / 8; i++)
+        if ((i >= ADDS_FROM && i < ADDS_TO) || !group)
+          global_add_four(sums + 128 * i, make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]));
   }
   DEVICE float* sums_of(int j, int g) const {
     const int head = task.batch * task.heads_q() + task.query_head(g), warp = 4 * group + (threadIdx.x >> 5 & 3);
     const i64 tile = i64(head) * ceil_div(task.n.seqlen_q, BLOCK) + j;
-    return task.t.sums + tile * (BLOCK * DIM) + warp * WARP_PART + 4 * lane;
+    float* own = task.t.sums + tile * (BLOCK * COLUMNS) + warp * WARP_PART + 4 * lane;
+    return FEWER && group ? own - (warp - 4) * FEWER - 128 * ADDS_FROM : own;
   }
-#endif
 #endif
 
   DEVICE void weigh_tile(u32 x, u32 y, int j, int g, bool partial) {  // its weights and score gradients, as operands
@@ -567,7 +567,7 @@ struct Consumer : Worker {
       rings.added.await_full();
 #endif
     }
-#if FUSED && !ADDER
+#if FUSED
     if (EARLY) multiply_keys();
 #endif
     if (DY) add_product(dy, a, y);
@@ -576,12 +576,10 @@ struct Consumer : Worker {
 #endif
 #if FUSED
     share_ds();
-#if !ADDER
     if (!EARLY) multiply_keys();
 #endif
-#endif
     if (DX) add_product(dx, b, x);
-#if FUSED && !ADDER
+#if FUSED
     wgmma_wait<1 + EARLY>();
     add_dq();
     sums = sums_of(j, g);
@@ -599,8 +597,8 @@ struct Consumer : Worker {
 #if HEAD_PARTS
     const int tiles = ceil_div(end, 64 * GROUPS), tile = task.first / (64 * GROUPS);
     const i64 flat = (i64(task.batch) * task.n.heads_kv + task.head) * tiles + tile;
-    float* to = t.partial + ((flat * t.parts + task.part) * GROUPS + group) * (2 * 64 * DIM) + 4 * (threadIdx.x & 127);
-    store_sums(dx, to), store_sums(dy, to + 64 * DIM);
+    float* to = t.partial + ((flat * t.parts + task.part) * GROUPS + group) * (2 * 64 * COLUMNS) + 4 * (threadIdx.x & 127);
+    store_sums(dx, to), store_sums(dy, to + 64 * COLUMNS);
     return;
 #endif
     bool lost = false;
@@ -626,8 +624,8 @@ struct Consumer : Worker {
 #endif
   }
   DEVICE void work() {
-    if (DX) UNROLL for (int i = 0; i < DIM / 2; i++) dx[i] = 0.f;
-    if (DY) UNROLL for (int i = 0; i < DIM / 2; i++) dy[i] = 0.f;
+    if (DX) UNROLL for (int i = 0; i < COLUMNS / 2; i++) dx[i] = 0.f;
+    if (DY) UNROLL for (int i = 0; i < COLUMNS / 2; i++) dy[i] = 0.f;
     if (!KEYS) read_held(lse, delta);
 #if DROPOUT
     if (!KEYS) delta[0] /= task.t.stay_scale, delta[1] /= task.t.stay_scale;
@@ -644,9 +642,8 @@ struct Consumer : Worker {
 #else
     barrier_wait(rings.held, 0);
 #endif
-#if ADDER
     load_own(own_x, held_at()), load_own(own_y, held_at() + Held::bytes);
-#elif FUSED
+#if FUSED
     publish_ds();  // before the first tile there are none: what is multiplied is not added
 #endif
 #pragma unroll 1
@@ -675,7 +672,7 @@ struct Consumer : Worker {
       }
 #endif
     }
-#if FUSED && !ADDER
+#if FUSED
     multiply_keys();
     wgmma_wait<0>();
 #if PERSISTENT
@@ -688,7 +685,7 @@ struct Consumer : Worker {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 128 * ADDER, 1) hopper_backward(HOPPER_BACKWARD_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_BACKWARD_PARAMETERS) {
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   const Params t = PARAMS;
@@ -726,11 +723,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 * ADDER, 1) hopper_ba
 #endif
   };
   const auto multiply = [&](int group) { Consumer(task, base, group).run(); };
-#if ADDER
-  specialize_warps<Rings, 1>(base, bring, multiply, [&] { Adder(task, base).run(); });
-#else
   specialize_warps<Rings>(base, bring, multiply);
-#endif
 }
 
 #if FUSED
@@ -738,16 +731,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 * ADDER, 1) hopper_ba
 extern "C" __global__ void __launch_bounds__(128) round_dq(ROUND_DQ_PARAMETERS) {
   const int slices = ceil_div(seqlen_q, 64), flat = blockIdx.x / slices, slice = blockIdx.x - flat * slices;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-#if ADDER
-  constexpr int PART = 4096, PIECE = 512;  // floats of eight pieces, of one
-  sums += (i64(flat) * slices + slice) * (64 * DIM) + 128 * warp + 4 * lane;
-#else
-  constexpr int PIECE = 128;
-  sums += (i64(flat) * (ceil_div(seqlen_q, BLOCK) * BLOCK) + 64 * slice) * DIM + warp * WARP_PART + 4 * lane;
-#endif
-  float sum[DIM / 2];
-  UNROLL for (int i = 0; i < DIM / 8; i++) {
-    const float4 x = *reinterpret_cast<const float4*>(sums + i / 8 * PART + i % 8 * PIECE);
+  constexpr int EIGHTS = PART / 8;
+  sums += (i64(flat) * (ceil_div(seqlen_q, BLOCK) * BLOCK) + 64 * slice) * COLUMNS + 4 * lane;
+  float sum[COLUMNS / 2];
+  UNROLL for (int i = 0; i < COLUMNS / 8; i++) {
+    const int part = i / EIGHTS;
+    const float4 x = *reinterpret_cast<const float4*>(sums + part * 64 * PART + warp * (WARP_PART - part * FEWER) + 128 * (i % EIGHTS));
     sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
   }
   u16* to = dq + flat / heads_q * dq_batch + flat % heads_q * dq_head;

@@ -25,8 +25,6 @@ from sartor.kernels.hopper.backward_launches import Ready
 from sartor.kernels.hopper.backward_problem import (
     ADDED,
     SEEN,
-    adder,
-    filled,
     fused,
     listed,
     near,
@@ -39,7 +37,7 @@ from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import TritonBackward
 from sartor.problem import Problem
 
-DIMS = range(64, 257, 8)  # registers hold no more; narrower ones leave the tensor cores waiting for exponentials
+DIMS = range(64, 257, 8)  # of several sweeps: registers hold no more; narrower ones wait for exponentials
 
 
 class HopperBackward(TritonBackward):
@@ -60,8 +58,9 @@ class HopperBackward(TritonBackward):
         if p.dropout_p and p.program.buries:
             why.append(f"needs scores whose sum lse can tell beside dropout, got {p.score_name}")
         why += why_no_gradient(p)
-        if p.dim not in DIMS and not (p.dim % 8 == 0 and adder(p)) and not filled(p):
-            why.append(f"needs head dims {DIMS[0]} to {DIMS[-1]}, multiples of 8, got {p.dim}")
+        if p.dim not in DIMS and not fused(p):
+            first, also = (DIMS[0], " with deterministic=True") if p.deterministic else (8, "")
+            why.append(f"needs head dims {first} to {DIMS[-1]}{also}, multiples of 8, got {p.dim}")
         return why
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:

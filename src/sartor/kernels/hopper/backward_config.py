@@ -16,11 +16,9 @@ from sartor.kernels.cuda.layout import Layout
 from sartor.kernels.cuda.params import DROPOUT, LENGTHS, Params, strides
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper.backward_problem import (
-    adder,
     change,
     columns,
     dadded,
-    filled,
     from_tables,
     fused,
     mask,
@@ -98,10 +96,10 @@ class Config:
     def of(cls, p: Problem, *gradients: str) -> Config:
         """The config of a problem: products as wide as registers hold scores and dp beside the gradients, and shared
         memory two stages of rows, one of y where that is fewer than 64. A third warpgroup must leave 64 rows, or 80
-        without dp. In one sweep, as many rows as make 64 by 64 of dq for either warpgroup."""
+        without dp. In one sweep 128 up to head dim 64, where each warpgroup makes dq of half of them, else 64."""
         dim, count = columns(p), len(gradients)
         if count == 3:
-            return cls(p, gradients, 2, 64 if adder(p) else 2 * 64 * 64 // dim)
+            return cls(p, gradients, 2, 64 if dim > 64 else 128)
         wider = 2 if gradients == ("dv",) else 1  # there is no dp
         groups = 3 if count == 1 and change(p) < 2 and wider * (128 - dim // 2) >= 48 + 16 * wider else 2
         room = wider * ((128 if groups == 3 else 208) - count * dim // 2)
@@ -126,11 +124,6 @@ class Config:
         """Whether one sweep makes all."""
         return len(self.gradients) == 3
 
-    @property
-    def adder(self) -> bool:
-        """Whether a warpgroup of its own makes dq."""
-        return self.fused and adder(self.p)
-
     @cached_property
     def dim(self) -> int:
         """Columns of its products."""
@@ -145,12 +138,12 @@ class Config:
     @cached_property
     def warps(self) -> int:
         """Of a block: those that multiply, and four that load."""
-        return 4 * (self.groups + 1 + self.adder)
+        return 4 * (self.groups + 1)
 
     @cached_property
     def width(self) -> int:
-        """Columns of a swizzled chunk."""
-        return 64 if filled(self.p) else host.width(self.p.dim, 64)
+        """Columns of a swizzled chunk. In one sweep 80 columns are three chunks, as each warpgroup makes 48 of dq."""
+        return (32 if self.dim == 80 else 64) if self.fused else host.width(self.p.dim, 64)
 
     @cached_property
     def stages(self) -> int:
@@ -241,7 +234,7 @@ class Config:
         p = self.p
         return host.Macros({
             "GROUPS": self.groups, "KEYS": int(self.keys), "DX": int(self.gradients != ("dv",)),
-            "DY": int("dv" in self.gradients), "FUSED": int(self.fused), "ADDER": int(self.adder),
+            "DY": int("dv" in self.gradients), "FUSED": int(self.fused),
             "DIM": self.dim, "COLUMNS": p.dim,
             "WIDTH": self.width, "BLOCK": self.block, "STAGES": self.stages, "APART": int(self.apart),
             "SCORE": change(p), "BF16": int(p.dtype == torch.bfloat16),
@@ -272,7 +265,8 @@ class Config:
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
         dtype = "bf16" if self.p.dtype == torch.bfloat16 else "f16"
-        return arch.build(self, dtype, "hopper/backward", {64, self.block, self.dim}, self.kernels)
+        columns = self.p.dim, self.p.dim - self.width * (self.width == 32)  # of products: see PART
+        return arch.build(self, dtype, "hopper/backward", {64, self.block, *columns}, self.kernels)
 
 
 LASTING = "layout", "kernels", "macros", "sectioned", "persistent", "warps"  # of a kind, with what they are made of
@@ -305,13 +299,13 @@ def swept(sweep: Params, buries: bool, seen: bool, added: bool, gradient: int, p
 def sums(p: Problem) -> int:
     """How many there are, of one sweep."""
     block = Config.all(p)[0].block
-    return p.batch * p.heads_q * -(-p.seqlen_q // block) * block * columns(p)
+    return p.batch * p.heads_q * -(-p.seqlen_q // block) * block * p.dim
 
 
 def partial_sums(p: Problem) -> int:
     """How many there are of dk and dv: none where no block shares its keys."""
     block = 2 * arch.ROWS
-    return (parts(p) > 1) * parts(p) * p.batch * p.heads_kv * -(-p.seqlen_kv // block) * block * 2 * columns(p)
+    return (parts(p) > 1) * parts(p) * p.batch * p.heads_kv * -(-p.seqlen_kv // block) * block * 2 * p.dim
 
 
 def room(p: Problem) -> Room:

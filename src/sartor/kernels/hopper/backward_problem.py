@@ -109,11 +109,8 @@ def listed(p: Problem) -> bool:
 
 
 def columns(p: Problem) -> int:
-    """Of products: a multiple of 16, a step of them. One sweep of 128 takes less time than two of 112."""
-    if filled(p):
-        return 64 if p.dim <= 64 else 128
-    found = -(-p.dim // 16) * 16
-    return 128 if found == 112 and plain(p) else found
+    """Of products: a multiple of 16, a step of them."""
+    return -(-p.dim // 16) * 16
 
 
 def change(p: Problem) -> int:
@@ -122,27 +119,9 @@ def change(p: Problem) -> int:
     return 0 if rise is None else 1 if rise.text() == "1.0" else 2
 
 
-def plain(p: Problem) -> bool:
-    """Whether one sweep serves other head dims than 64 and 128 too: nothing wants registers or an order."""
-    free = change(p) == 0 and mask(p) < 2 and not from_tables(p, keys=True)
-    return free and not p.dropout_p and not p.deterministic
-
-
 def fused(p: Problem) -> bool:
     """Whether one sweep makes dk, dv and dq."""
-    whole = p.dim in (64, 128) and not p.deterministic
-    return whole or filled(p) or adder(p) or (plain(p) and columns(p) == 128)
-
-
-def filled(p: Problem) -> bool:
-    """Whether one sweep serves a head dim as 64 or 128, with columns of zeros: where something is read for every pair,
-    which no other kernel here does."""
-    return p.dim <= 128 and p.dim % 8 == 0 and not (p.deterministic or p.dropout_p) and bool(pairs(p))
-
-
-def adder(p: Problem) -> bool:
-    """Whether a warpgroup of its own makes dq in that sweep: where it has not 64 or 128 columns."""
-    return plain(p) and columns(p) <= 80 and p.dim != 64
+    return p.dim <= 128 and p.dim % 8 == 0 and not p.deterministic
 
 
 def reads_sinks(p: Problem) -> bool:

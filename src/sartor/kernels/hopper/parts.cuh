@@ -6,11 +6,11 @@
 #pragma once
 
 DEVICE bool round_sums(const float* from, int parts, u16* to, i64 by_row, float scale, int row, int end) {
-  float sum[DIM / 2];
-  UNROLL for (int i = 0; i < DIM / 2; i++) sum[i] = 0.f;
+  float sum[COLUMNS / 2];
+  UNROLL for (int i = 0; i < COLUMNS / 2; i++) sum[i] = 0.f;
 #pragma unroll 1
-  for (int part = 0; part < parts; part++, from += GROUPS * 2 * 64 * DIM)
-    UNROLL for (int i = 0; i < DIM / 8; i++) {
+  for (int part = 0; part < parts; part++, from += GROUPS * 2 * 64 * COLUMNS)
+    UNROLL for (int i = 0; i < COLUMNS / 8; i++) {
       const float4 x = *reinterpret_cast<const float4*>(from + 512 * i);
       sum[4 * i] += x.x, sum[4 * i + 1] += x.y, sum[4 * i + 2] += x.z, sum[4 * i + 3] += x.w;
     }
@@ -22,9 +22,9 @@ extern "C" __global__ void __launch_bounds__(128) round_parts(ROUND_PARTS_PARAME
   const int batch = flat / heads_kv, head = flat - batch * heads_kv;
   const int row = 64 * slice + (threadIdx.x >> 5) * 16 + (threadIdx.x >> 2 & 7);
   const i64 tile = i64(flat) * ceil_div(slices, GROUPS) + slice / GROUPS;
-  partial += (tile * parts * GROUPS + slice % GROUPS) * (2 * 64 * DIM) + 4 * threadIdx.x;
+  partial += (tile * parts * GROUPS + slice % GROUPS) * (2 * 64 * COLUMNS) + 4 * threadIdx.x;
   bool lost = round_sums(partial, parts, dk + batch * dk_batch + head * dk_head, dk_row, scale, row, seqlen_kv);
-  lost |= round_sums(partial + 64 * DIM, parts, dv + batch * dv_batch + head * dv_head, dv_row, 1.f, row, seqlen_kv);
+  lost |= round_sums(partial + 64 * COLUMNS, parts, dv + batch * dv_batch + head * dv_head, dv_row, 1.f, row, seqlen_kv);
 #if MASK
   lost = group_any(1, lost);
   if (threadIdx.x == 0) marks[flat * slices + slice] = lost;

@@ -31,8 +31,8 @@ extern "C" __global__ void __launch_bounds__(128) preprocess(PREPROCESS_PARAMETE
   const int flat = blockIdx.x / slices, slice = blockIdx.x - flat * slices, first = 64 * slice;
   const int batch = flat / heads_q, head = flat - batch * heads_q;
 #if FUSED
-  float4* zero = reinterpret_cast<float4*>(sums + (i64(flat) * slices + slice) * (64 * DIM));
-  UNROLL for (int i = 0; i < 16 * DIM / 128; i++) zero[128 * i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+  float4* zero = reinterpret_cast<float4*>(sums + (i64(flat) * slices + slice) * (64 * COLUMNS));
+  UNROLL for (int i = 0; i < COLUMNS / 8; i++) zero[128 * i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
 #endif
   const int eight = threadIdx.x % LANES, own = threadIdx.x / LANES;
   out += (2 + 2 * WIDE) * (batch * out_batch + head * out_head);
