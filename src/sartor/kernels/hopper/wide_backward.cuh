@@ -8,10 +8,11 @@
 //     keys:   dp = V dO^T   ds = w (dp - delta)  dk += ds Q    ds to memory
 //
 // Weights go from the one to the other through shared memory, each thread's to the same thread. w and ds are A operands
-// as they are in registers. So are up to KEPT times 16 columns of K and of V: products then read less shared memory.
+// as they are in registers. So are as many columns of K and of V as there is room for: products then read less shared
+// memory. A tile's scores, or dp, are multiplied beside the gradient of the tile before.
 //
 // The config, in macros: DIM, DIM_V (multiples of 16), COLUMNS_QK, COLUMNS (in memory, of q and of v), WIDTH, WIDTH_V
-// (of swizzled chunks), STAGES_Q, STAGES_O, KEPT, MASK (0 none, 1 an interval a row), BF16; what cuda/backward.cuh
+// (of swizzled chunks), STAGES_Q, STAGES_O, MASK (0 none, 1 an interval a row), BF16; what cuda/backward.cuh
 // asks for (GROUPS 1, KEYS 1, BLOCK 64); PREPROCESS, FUSED (0) and WIDE for preprocess.cuh.
 #pragma once
 #include "cuda/gradient.cuh"
@@ -143,7 +144,8 @@ DEVICE void write_visited(const Task& task, const Piece& piece) {
 template <bool SECOND> struct Consumer : Worker {
   using Held = Either<SECOND, OfValues, OfKeys>;   // and what is stepped over with it: for scores or dp
   using Other = Either<SECOND, OfKeys, OfValues>;  // for the gradient
-  static constexpr int SUM = SECOND ? DIM : DIM_V, STEPS = (SECOND ? DIM_V : DIM) / 16, REGISTERED = imin(KEPT, STEPS);
+  static constexpr int SUM = SECOND ? DIM : DIM_V, STEPS = (SECOND ? DIM_V : DIM) / 16;
+  static constexpr int REGISTERED = imin(STEPS, (212 - SUM / 2 - 32 - 16) / 4);  // as many as fill 212 beside sum, s and a
   static constexpr int HELD_AT = SECOND ? AT_V : AT_K, X_AT = SECOND ? AT_O : AT_Q, Y_AT = SECOND ? AT_Q : AT_O;
   static constexpr int X_STAGES = SECOND ? STAGES_O : STAGES_Q, Y_STAGES = SECOND ? STAGES_Q : STAGES_O;
 
@@ -252,11 +254,13 @@ template <bool SECOND> struct Consumer : Worker {
   }
 
   // ---- mainloop
-  DEVICE void step(int j, int g, bool partial, u8* tile) {
+  DEVICE void begin() {  // s of the first tile
     x.await_full();
     multiply_rows();
     wgmma_wait<0>();
     pin(s);
+  }
+  template <bool NEXT> DEVICE void step(int j, int g, bool partial, u8* tile) {
     if constexpr (SECOND) {
       differentiate();
       pack();
@@ -266,11 +270,16 @@ template <bool SECOND> struct Consumer : Worker {
       share();
     }
     done(x);
+    if (NEXT) {
+      x.await_full();
+      multiply_rows();
+    }
     y.await_full();
     add_product();
     if constexpr (SECOND) leave(tile);
     wgmma_wait<0>();
     pin(sum);
+    if (NEXT) pin(s);
     done(y);
   }
 
@@ -283,9 +292,12 @@ template <bool SECOND> struct Consumer : Worker {
     for (int g = 0; g < task.rounds(); g++) {
       const Task::Range own = task.range(task.first, 64, g);
       u8* tile = task.t.ds + DsTile::bytes * piece.tile(in_piece(task, piece, g), first() / 64, 0);
+      const auto partial = [&](int j) { return ragged || (MASK && (j < own.full_begin || j >= own.full_end)); };
+      if (own.begin >= own.end) continue;
+      begin();
 #pragma unroll 1
-      for (int j = own.begin; j < own.end; j++)
-        step(j, g, ragged || (MASK && (j < own.full_begin || j >= own.full_end)), tile + i64(DsTile::bytes) * j);
+      for (int j = own.begin; j < own.end - 1; j++) step<true>(j, g, partial(j), tile + i64(DsTile::bytes) * j);
+      step<false>(own.end - 1, g, partial(own.end - 1), tile + i64(DsTile::bytes) * (own.end - 1));
     }
     finish();
     if (SECOND && lane == 0) await_stores();

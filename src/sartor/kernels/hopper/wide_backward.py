@@ -58,7 +58,6 @@ DQ = Params(
 )  # fmt: skip
 DIMS = range(64, 257, 8)
 WORTH = 1.3  # times as long as without a limit of the workspace it may take: eight products are 1.6
-KEPT = 12  # steps of 16 columns that registers hold beside the sums of 256
 FOLDS = 2  # blocks a SM, up to which tiles from either end are one's
 
 
@@ -195,7 +194,7 @@ class OfKeys(Config):
         return self.common() | {
             "GROUPS": 1, "KEYS": 1, "BLOCK": 64, "SHARED_SPANS": 0, "ORDERED": 0, "PERSISTENT": 0,
             "DIM_V": self.dims[1], "COLUMNS_QK": p.dim, "COLUMNS": p.dim_v,
-            "WIDTH_V": self.widths[1], "STAGES_Q": stages_q, "STAGES_O": stages_o, "KEPT": KEPT,
+            "WIDTH_V": self.widths[1], "STAGES_Q": stages_q, "STAGES_O": stages_o,
             "PREPROCESS": 1, "FUSED": 0, "WIDE": int(p.out_dtype == torch.float32),
         } | self.laid_out(stages_q, stages_o).defines()  # fmt: skip
 
