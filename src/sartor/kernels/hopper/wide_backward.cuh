@@ -9,7 +9,7 @@
 //
 // Weights go from the one to the other through shared memory, each thread's to the same thread. w and ds are A operands
 // as they are in registers. So are as many columns of K and of V as there is room for: products then read less shared
-// memory. A tile's scores, or dp, are multiplied beside the gradient of the tile before.
+// memory.
 //
 // The config, in macros: DIM, DIM_V (multiples of 16), COLUMNS_QK, COLUMNS (in memory, of q and of v), WIDTH, WIDTH_V
 // (of swizzled chunks), STAGES_Q, STAGES_O, MASK (0 none, 1 an interval a row), BF16; what cuda/backward.cuh
@@ -145,7 +145,10 @@ template <bool SECOND> struct Consumer : Worker {
   using Held = Either<SECOND, OfValues, OfKeys>;   // and what is stepped over with it: for scores or dp
   using Other = Either<SECOND, OfKeys, OfValues>;  // for the gradient
   static constexpr int SUM = SECOND ? DIM : DIM_V, STEPS = (SECOND ? DIM_V : DIM) / 16;
-  static constexpr int REGISTERED = imin(STEPS, (212 - SUM / 2 - 32 - 16) / 4);  // as many as fill 212 beside sum, s and a
+  // Whether the next tile's scores, or dp, are multiplied beside this one's gradient. Beyond 224 columns that would leave
+  // registers for too few steps of the held rows: as many as fill 212 beside sum, s and a
+  static constexpr bool AHEAD = SUM <= 224;
+  static constexpr int REGISTERED = imin(STEPS, AHEAD ? (212 - SUM / 2 - 32 - 16) / 4 : 12);
   static constexpr int HELD_AT = SECOND ? AT_V : AT_K, X_AT = SECOND ? AT_O : AT_Q, Y_AT = SECOND ? AT_Q : AT_O;
   static constexpr int X_STAGES = SECOND ? STAGES_O : STAGES_Q, Y_STAGES = SECOND ? STAGES_Q : STAGES_O;
 
@@ -261,6 +264,7 @@ template <bool SECOND> struct Consumer : Worker {
     pin(s);
   }
   template <bool NEXT> DEVICE void step(int j, int g, bool partial, u8* tile) {
+    if (!AHEAD) begin();
     if constexpr (SECOND) {
       differentiate();
       pack();
@@ -292,12 +296,13 @@ template <bool SECOND> struct Consumer : Worker {
     for (int g = 0; g < task.rounds(); g++) {
       const Task::Range own = task.range(task.first, 64, g);
       u8* tile = task.t.ds + DsTile::bytes * piece.tile(in_piece(task, piece, g), first() / 64, 0);
-      const auto partial = [&](int j) { return ragged || (MASK && (j < own.full_begin || j >= own.full_end)); };
-      if (own.begin >= own.end) continue;
-      begin();
+      const int last = own.end - AHEAD;  // no scores follow
+      if (AHEAD && own.begin < own.end) begin();
 #pragma unroll 1
-      for (int j = own.begin; j < own.end - 1; j++) step<true>(j, g, partial(j), tile + i64(DsTile::bytes) * j);
-      step<false>(own.end - 1, g, partial(own.end - 1), tile + i64(DsTile::bytes) * (own.end - 1));
+      for (int j = own.begin; j < last; j++)
+        step<AHEAD>(j, g, ragged || (MASK && (j < own.full_begin || j >= own.full_end)), tile + i64(DsTile::bytes) * j);
+      if (AHEAD && own.begin < own.end)
+        step<false>(last, g, ragged || (MASK && (last < own.full_begin || last >= own.full_end)), tile + i64(DsTile::bytes) * last);
     }
     finish();
     if (SECOND && lane == 0) await_stores();
