@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ def test_a_title_names_the_problem_and_labels_are_words(kind: str, tmp_path: Pat
         assert image.text["Description"] in texts
         assert image.text["Source"] == "r1"
         assert image.width <= 1660
+
+
+def test_the_legend_names_what_any_panel_shows(tmp_path: Path, texts: list[str]) -> None:
+    """Runs of different panels may have different providers, as many each."""
+    others = [r for r in some(mask="causal") if r.provider != "sartor:triton"]
+    others += [replace(r, provider="fa3") for r in others if r.provider == "sartor"]
+    views.drawn(some(mask="full") + others, tmp_path, ("grid",))
+    assert {"Sartor (Triton)", "FlashAttention-3"} <= set(texts)
 
 
 def test_what_is_constant_is_said_once() -> None:

@@ -224,14 +224,15 @@ def save(
 ) -> Path:
     """Write a figure as PNG, under a head (title, problem, legend) and with the records' runs in the corner.
 
-    `handles` are the legend's, by default those of the axes that have the most. Title, problem and runs stand in the
+    `handles` are the legend's, by default those of all axes. Title, problem and runs stand in the
     file's text fields too.
     """
     import matplotlib.pyplot as plt
 
     drawn = [r for r in drawn if r.mode != CEILINGS]
     if handles is None:
-        handles = max((axis.get_legend_handles_labels()[0] for axis in figure.axes), key=len)
+        told = sorted((axis.get_legend_handles_labels() for axis in figure.axes), key=lambda x: -len(x[0]))
+        handles = list({label: handle for axis in told for handle, label in zip(*axis, strict=True)}.values())
         handles = sorted(handles, key=lambda handle: hasattr(handle, "get_linestyle"))  # bars before lines
     rows = -(-len(handles) // 3)
     head, foot = 0.56 + 0.2 * rows, 0.22
