@@ -81,6 +81,23 @@ def test_a_learned_bias_has_its_gradient(name: str, mode: str) -> None:
     assert torch.equal(x.bias, plain.bias)
 
 
+def test_windows_by_head_are_those_of_their_definition() -> None:
+    """The same for Sartor, FlexAttention and SDPA; pairs are those of a head on average."""
+    from sartor.lab.measure.flex import block_mask, mask_mod
+
+    w, n = workload("windows8", heads_q=8), 16
+    x, places, heads = Inputs.make(w, torch.device("cpu")), torch.arange(n), torch.arange(8)
+    distance = (places[:, None] - places).abs()
+    literal = distance <= torch.tensor([8, 4, 2, 1, 8, 4, 2, 1])[:, None, None]
+    assert torch.equal(options(w, x)["mask"].materialize(1, 8, n, n)[0], literal)
+    assert torch.equal(x.visible(w)[0], literal)
+    assert torch.equal(mask_mod(w, x)(places[:1], heads[:, None, None], places[:, None], places), literal)
+    assert w.pairs == literal.sum() / 8
+    assert block_mask(w, x).shape == (1, 8, n, n)
+    out = get("sartor").make(w, x)(x.q, x.k, x.v)
+    assert torch.allclose(out, get("eager").make(w, x)(x.q, x.k, x.v), atol=1e-5)
+
+
 @pytest.mark.parametrize("mask", ["natten3", "dilated3", "relative", "dilated2+relative"])
 def test_scattered_masks_and_tables_are_those_of_their_definition(mask: str) -> None:
     """The same for Sartor, FlexAttention and SDPA, in the pairs that count and the tiles that are visited."""
@@ -160,6 +177,8 @@ def test_documents_cover_the_sequence_in_order(documents: int, seqlen: int) -> N
         ({"mask": "natten4"}, "an odd N of at most the image's width 4, got 'natten4'"),
         ({"mask": "natten3", "skv": 20}, "a square number, got .16, 20. with 'natten3'"),
         ({"mask": "causal+dilated2"}, "go with scores alone, got 'causal.dilated2'"),
+        ({"mask": "windows7"}, "an N of at least 8, .* got 'windows7'"),
+        ({"mask": "causal+windows8"}, "goes with scores alone, got 'causal.windows8'"),
         ({"mode": "sideways"}, "got 'sideways'"),
         ({"heads_kv": 3}, "multiple of heads_kv"),
         ({"heads_kv": 0}, "heads_kv must be a positive number, got 0"),

@@ -114,7 +114,9 @@ def _slice(w: Workload, x: Inputs) -> tuple[Workload, Inputs]:
     slopes = None if x.slopes is None else x.slopes[-heads:]
     bias = None if x.bias is None else x.bias.detach()[:, -heads:]
     table = None if x.table is None else x.table[-heads:]
-    small = Inputs(q, k, v, dout, x.ids, slopes, bias, x.keep, table, None if x.lengths is None else x.lengths[-1:])
+    lengths = None if x.lengths is None else x.lengths[-1:]
+    windows = None if x.windows is None else x.windows[-heads:]
+    small = Inputs(q, k, v, dout, x.ids, slopes, bias, x.keep, table, lengths, windows)
     return replace(w, batch=1, heads_q=heads, heads_kv=heads_kv), small
 
 

@@ -44,7 +44,8 @@ def block_mask(w: Workload, x: Inputs) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     seen = mask_mod(w, x)
-    return None if seen is None else create_block_mask(seen, None, None, w.seqlen_q, w.seqlen_kv, device=x.q.device)
+    heads = None if x.windows is None else w.heads_q  # all alike
+    return None if seen is None else create_block_mask(seen, None, heads, w.seqlen_q, w.seqlen_kv, device=x.q.device)
 
 
 def mask_mod(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
@@ -63,7 +64,9 @@ def mask_mod(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
     if x.keep is not None:
         keep = x.keep[0, 0]
         parts.append(lambda b, h, q, kv: keep[q, kv])
-    scattered = p.scattered(w.seqlen_q)
+    windows, scattered = x.windows, p.scattered(w.seqlen_q)
+    if windows is not None:
+        parts.append(lambda b, h, q, kv: (q - kv).abs() <= windows[h])
     if scattered is not None:
         parts.append(scattered)
     if not parts:

@@ -42,7 +42,9 @@ def draw(axis: Any, weights: torch.Tensor) -> None:
 def of_workload(r: Record) -> torch.Tensor:
     """The weights of a record's mask and scores, made smaller: windows, prefixes, distances too."""
     shrink = r.seqlen_kv // SIDE
-    text = re.sub(r"(window|prefix)(\d+)", lambda m: f"{m[1]}{max(1, int(m[2]) // shrink)}", r.mask)
+    text = re.sub(
+        r"(windows?|prefix)(\d+)", lambda m: f"{m[1]}{max(8 if m[1] == 'windows' else 1, int(m[2]) // shrink)}", r.mask
+    )
     text = re.sub(r"natten(\d+)", lambda m: f"natten{int(m[1]) // math.isqrt(shrink) | 1}", text)  # the image's width
     w = Workload(1, 1, 1, SIDE, SIDE, SIDE, SIDE, "float32", text)
     x = Inputs.make(w, torch.device("cpu"))

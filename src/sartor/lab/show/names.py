@@ -83,6 +83,7 @@ def mask(text: str) -> str:
         "a bias for each pair": p.bias and not p.learned, "a bias with its gradient": p.learned,
         f"softcap {p.softcap:g}": p.softcap, "ALiBi": p.alibi,
         f"NATTEN {p.natten} x {p.natten}": p.natten, f"dilated by {p.dilated}": p.dilated,
+        f"windows by head, {p.windows} to {p.windows // 8} keys to a side": p.windows,
         "relative table": p.relative, "caches filled in part": p.cached,
     }  # fmt: skip
     said = ", ".join(word for word, holds in words.items() if holds)

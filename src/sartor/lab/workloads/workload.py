@@ -22,7 +22,7 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "floa
 PARTS = re.compile(
     r"full|causal|causal_top_left|window(?P<window>\d+)|document(?P<document>\d+)"
     r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|alibi|bias|learned|tensor|relative|cached"
-    r"|natten(?P<natten>\d+)|dilated(?P<dilated>\d+)"
+    r"|natten(?P<natten>\d+)|dilated(?P<dilated>\d+)|windows(?P<windows>\d+)"
 )
 
 
@@ -43,6 +43,7 @@ class Pattern:
     relative: bool = False  # a table of each head and distance, added to the scores
     natten: int = 0  # width of the neighbourhood in a square image
     dilated: int = 0  # from each key that is seen to the next
+    windows: int = 0  # keys to either side: of heads in turns so many, a half, a quarter and an eighth
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
@@ -52,8 +53,8 @@ class Pattern:
             match = PARTS.fullmatch(part)
             if match is None:
                 known = (
-                    "full, causal, causal_top_left, windowN, documentN, prefixN, nattenN, dilatedN, softcapN, alibi,"
-                    " relative, bias, learned, tensor, cached"
+                    "full, causal, causal_top_left, windowN, documentN, prefixN, nattenN, dilatedN, windowsN, softcapN,"
+                    " alibi, relative, bias, learned, tensor, cached"
                 )
                 raise ValueError(f"mask part must be one of {known}, got {part!r}")
             numbers = {k: int(v) for k, v in match.groupdict().items() if v is not None}
@@ -92,6 +93,11 @@ def document_ids(documents: int, seqlen: int) -> np.ndarray:
     return np.searchsorted(ends, np.arange(seqlen), side="right").astype(np.int32)
 
 
+def sides(p: Pattern, heads: int) -> np.ndarray:
+    """Keys to either side of a query that each head sees, where windows differ by head."""
+    return (p.windows >> np.arange(heads) % 4).astype(np.int32)
+
+
 def filled(p: Pattern, batch: int, places: int) -> np.ndarray:
     """Places of a cache that each batch item has filled: all, or from a share to all of them."""
     items = np.arange(1, batch + 1) if p.cached else np.full(batch, batch)
@@ -110,6 +116,8 @@ def key_span(p: Pattern, sq: int, skv: int) -> tuple[np.ndarray, np.ndarray]:
         lo = np.maximum(lo, diagonal + 1 - p.window)
     if p.prefix:
         hi = np.minimum(hi, p.prefix)
+    if p.windows:  # the widest
+        lo, hi = np.maximum(lo, q - p.windows), np.minimum(hi, q + p.windows + 1)
     if p.document:
         keys, queries = document_ids(p.document, skv), document_ids(p.document, sq)
         lo = np.maximum(lo, np.searchsorted(keys, queries, side="left"))
@@ -164,6 +172,12 @@ class Workload:
             scattered.refuse(p.natten, (self.seqlen_q, self.seqlen_kv), self.mask)
         if p.scattered(self.seqlen_q) and replace(p.mask, natten=0, dilated=0) != Pattern():
             raise ValueError(f"masks nattenN and dilatedN go with scores alone, got {self.mask!r}")
+        if p.windows and replace(p.mask, windows=0) != Pattern():
+            raise ValueError(f"mask windowsN goes with scores alone, got {self.mask!r}")
+        if 0 < p.windows < 8:
+            raise ValueError(
+                f"mask windowsN needs an N of at least 8, of which heads take an eighth, got {self.mask!r}"
+            )
         if p.cached and replace(p.mask, cached=False) != Pattern():
             raise ValueError(f"mask cached goes with scores alone, got {self.mask!r}")
 
@@ -183,11 +197,15 @@ class Workload:
             return float(scattered.hull(keep, sq, skv)[2])
         if p.cached:
             return float(sq * filled(p, self.batch, skv).mean())
+        if p.windows:  # of heads on average
+            spans = [key_span(replace(p, windows=int(n)), sq, skv) for n in sides(p, self.heads_q)]
+            return float(np.mean([(hi - lo).sum() for lo, hi in spans]))
         lo, hi = key_span(p, sq, skv)
         return float((hi - lo).sum())
 
     def visited(self, rows: int, keys: int) -> float:
-        """Query-key pairs of one head in the tiles of so many rows and keys that hold a visible pair."""
+        """Query-key pairs of one head, that of the widest window, in the tiles of so many rows and keys that hold a
+        visible pair."""
         lo, hi = key_span(self.pattern, self.seqlen_q, self.seqlen_kv)
         starts = np.arange(0, self.seqlen_q, rows)
         first = np.minimum.reduceat(np.where(lo < hi, lo, self.seqlen_kv), starts)
@@ -247,6 +265,7 @@ class Inputs:
     keep: torch.Tensor | None = None  # (1, 1, sq, skv) bool
     table: torch.Tensor | None = None  # (hq, sq + skv - 1), read at q - kv + skv - 1
     lengths: torch.Tensor | None = None  # (b,) int32, places of a cache that are filled
+    windows: torch.Tensor | None = None  # (hq,) int32, keys that each head sees to either side
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -269,6 +288,8 @@ class Inputs:
             self.ids = empty(1, w.seqlen_kv, dtype=torch.int32)
         if p.cached:
             self.lengths = empty(w.batch, dtype=torch.int32)
+        if p.windows:
+            self.windows = empty(w.heads_q, dtype=torch.int32)
         if p.alibi:
             self.slopes = empty(w.heads_q, dtype=torch.float32)
         if p.bias:
@@ -300,6 +321,8 @@ class Inputs:
             self.ids = torch.from_numpy(document_ids(p.document, w.seqlen_kv))[None].to(device)
         if p.cached:
             self.lengths = torch.from_numpy(filled(p, w.batch, w.seqlen_kv)).to(device)
+        if p.windows:
+            self.windows = torch.from_numpy(sides(p, w.heads_q)).to(device)
         if p.alibi:  # Press et al. 2022: a geometric sequence down to 2^-8
             heads = torch.arange(1, w.heads_q + 1, device=device, dtype=torch.float32)
             self.slopes = torch.exp2(-8 * heads / w.heads_q)
@@ -317,7 +340,8 @@ class Inputs:
         return self
 
     def visible(self, w: Workload) -> torch.Tensor | None:
-        """The whole mask as a bool tensor (1 or batch, 1, sq, skv), True = attend; None when everything is visible."""
+        """The whole mask as a bool tensor (1 or batch, 1 or hq, sq, skv), True = attend; None when everything is
+        visible."""
         if "visible" not in self.cache:
             lo, hi = (torch.from_numpy(x).to(self.q.device) for x in key_span(w.pattern, w.seqlen_q, w.seqlen_kv))
             key = torch.arange(w.seqlen_kv, device=self.q.device)
@@ -327,6 +351,9 @@ class Inputs:
                 inside = inside & scattered_one(0, 0, torch.arange(w.seqlen_q, device=key.device)[:, None], key)
             if self.lengths is not None:
                 inside = inside & (key < self.lengths.view(-1, 1, 1, 1))
+            if self.windows is not None:
+                distance = (torch.arange(w.seqlen_q, device=key.device)[:, None] - key).abs()
+                inside = inside & (distance <= self.windows.view(1, -1, 1, 1))
             self.cache["visible"] = inside if self.keep is None else inside & self.keep
         if w.pattern.mask == Pattern():
             return None
