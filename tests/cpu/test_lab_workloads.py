@@ -93,6 +93,7 @@ def test_windows_by_head_are_those_of_their_definition() -> None:
     assert torch.equal(x.visible(w)[0], literal)
     assert torch.equal(mask_mod(w, x)(places[:1], heads[:, None, None], places[:, None], places), literal)
     assert w.pairs == literal.sum() / 8
+    assert w.visited(4, 2) == literal.view(8, 4, 4, 8, 2).any(4).any(2).sum()  # tiles of 8 pairs, of 8 heads
     assert block_mask(w, x).shape == (1, 8, n, n)
     out = get("sartor").make(w, x)(x.q, x.k, x.v)
     assert torch.allclose(out, get("eager").make(w, x)(x.q, x.k, x.v), atol=1e-5)

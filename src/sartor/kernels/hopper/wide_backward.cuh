@@ -145,8 +145,8 @@ template <bool SECOND> struct Consumer : Worker {
   using Held = Either<SECOND, OfValues, OfKeys>;   // and what is stepped over with it: for scores or dp
   using Other = Either<SECOND, OfKeys, OfValues>;  // for the gradient
   static constexpr int SUM = SECOND ? DIM : DIM_V, STEPS = (SECOND ? DIM_V : DIM) / 16;
-  // Whether the next tile's scores, or dp, are multiplied beside this one's gradient. Beyond 224 columns that would leave
-  // registers for too few steps of the held rows: as many as fill 212 beside sum, s and a
+  // Whether the next tile's scores, or dp, are multiplied beside this one's gradient. Beyond 224 columns of it that would
+  // leave too few registers for steps of held rows; below, these get as many as fill 212 beside sum, s and a
   static constexpr bool AHEAD = SUM <= 224;
   static constexpr int REGISTERED = imin(STEPS, AHEAD ? (212 - SUM / 2 - 32 - 16) / 4 : 12);
   static constexpr int HELD_AT = SECOND ? AT_V : AT_K, X_AT = SECOND ? AT_O : AT_Q, Y_AT = SECOND ? AT_Q : AT_O;
@@ -263,6 +263,7 @@ template <bool SECOND> struct Consumer : Worker {
     wgmma_wait<0>();
     pin(s);
   }
+  // NEXT: AHEAD, and a tile follows
   template <bool NEXT> DEVICE void step(int j, int g, bool partial, u8* tile) {
     if (!AHEAD) begin();
     if constexpr (SECOND) {
@@ -296,7 +297,7 @@ template <bool SECOND> struct Consumer : Worker {
     for (int g = 0; g < task.rounds(); g++) {
       const Task::Range own = task.range(task.first, 64, g);
       u8* tile = task.t.ds + DsTile::bytes * piece.tile(in_piece(task, piece, g), first() / 64, 0);
-      const int last = own.end - AHEAD;  // no scores follow
+      const int last = own.end - AHEAD;  // with AHEAD the last step is apart, as no tile follows
       if (AHEAD && own.begin < own.end) begin();
 #pragma unroll 1
       for (int j = own.begin; j < last; j++)

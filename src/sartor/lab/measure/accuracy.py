@@ -116,7 +116,8 @@ def _slice(w: Workload, x: Inputs) -> tuple[Workload, Inputs]:
     table = None if x.table is None else x.table[-heads:]
     lengths = None if x.lengths is None else x.lengths[-1:]
     windows = None if x.windows is None else x.windows[-heads:]
-    small = Inputs(q, k, v, dout, x.ids, slopes, bias, x.keep, table, lengths, windows)
+    changed = {"slopes": slopes, "bias": bias, "table": table, "lengths": lengths, "windows": windows}
+    small = replace(x, q=q, k=k, v=v, dout=dout, cache={}, **changed)
     return replace(w, batch=1, heads_q=heads, heads_kv=heads_kv), small
 
 

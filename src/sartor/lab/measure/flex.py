@@ -64,11 +64,9 @@ def mask_mod(w: Workload, x: Inputs) -> Callable[..., Tensor] | None:
     if x.keep is not None:
         keep = x.keep[0, 0]
         parts.append(lambda b, h, q, kv: keep[q, kv])
-    windows, scattered = x.windows, p.scattered(w.seqlen_q)
-    if windows is not None:
-        parts.append(lambda b, h, q, kv: (q - kv).abs() <= windows[h])
-    if scattered is not None:
-        parts.append(scattered)
+    function = x.function(w)
+    if function is not None:
+        parts.append(function)
     if not parts:
         return None
     from torch.nn.attention.flex_attention import and_masks

@@ -106,9 +106,7 @@ def options(w: Workload, x: Inputs) -> dict[str, Any]:
     if p.prefix:
         prefix = sartor.mods.prefix(p.prefix)
         mask = prefix if mask is None else mask & prefix
-    keep, table, windows, last = p.scattered(w.seqlen_q), x.table, x.windows, w.seqlen_kv - 1
-    if windows is not None:
-        mask = sartor.mods.Mask(lambda b, h, q, kv: (q - kv).abs() <= windows[h])
+    keep, table, last = x.function(w), x.table, w.seqlen_kv - 1
     if keep is not None:
         mask = sartor.mods.Mask(keep)
     if table is not None:

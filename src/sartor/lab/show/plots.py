@@ -224,8 +224,8 @@ def save(
 ) -> Path:
     """Write a figure as PNG, under a head (title, problem, legend) and with the records' runs in the corner.
 
-    `handles` are the legend's, by default those of all axes. Title, problem and runs stand in the
-    file's text fields too.
+    `handles` are the legend's, by default those of all axes. Title, problem and runs stand in the file's text fields
+    too.
     """
     import matplotlib.pyplot as plt
 

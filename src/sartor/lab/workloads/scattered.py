@@ -1,4 +1,5 @@
-"""Masks of which a query sees no one interval of keys, as FlexAttention's users write them: NATTEN and dilated."""
+"""Masks as FlexAttention's users write them: NATTEN and dilated, of which a query sees no one interval of keys, and a
+window by head."""
 
 from __future__ import annotations
 
@@ -30,6 +31,15 @@ def dilated(step: int) -> Callable[..., Any]:
 
     def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return ((q - kv).abs() <= SIDE * step) & ((q - kv) % step == 0)
+
+    return keep
+
+
+def by_head(windows: torch.Tensor) -> Callable[..., Any]:
+    """A query of head h sees windows[h] keys to each side."""
+
+    def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv).abs() <= windows[h]
 
     return keep
 

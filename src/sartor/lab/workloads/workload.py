@@ -186,9 +186,16 @@ class Workload:
         """The parsed mask."""
         return Pattern.parse(self.mask)
 
+    @property
+    def _spans(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`key_span` of each head; of one where all are alike."""
+        p = self.pattern
+        of_heads = [replace(p, windows=int(n)) for n in sides(p, self.heads_q)] if p.windows else [p]
+        return [key_span(own, self.seqlen_q, self.seqlen_kv) for own in of_heads]
+
     @cached_property
     def pairs(self) -> float:
-        """Query-key pairs of one head that count as useful; square causal counts as exactly half, as is customary."""
+        """Query-key pairs of a head, on average, that count as useful: of square causal problems half, as usual."""
         p, sq, skv = self.pattern, self.seqlen_q, self.seqlen_kv
         if p.causal and sq == skv and replace(p.mask, causal="", tensor=False) == Pattern():
             return sq * skv / 2
@@ -197,20 +204,16 @@ class Workload:
             return float(scattered.hull(keep, sq, skv)[2])
         if p.cached:
             return float(sq * filled(p, self.batch, skv).mean())
-        if p.windows:  # of heads on average
-            spans = [key_span(replace(p, windows=int(n)), sq, skv) for n in sides(p, self.heads_q)]
-            return float(np.mean([(hi - lo).sum() for lo, hi in spans]))
-        lo, hi = key_span(p, sq, skv)
-        return float((hi - lo).sum())
+        return float(np.mean([(hi - lo).sum() for lo, hi in self._spans]))
 
     def visited(self, rows: int, keys: int) -> float:
-        """Query-key pairs of one head, that of the widest window, in the tiles of so many rows and keys that hold a
-        visible pair."""
-        lo, hi = key_span(self.pattern, self.seqlen_q, self.seqlen_kv)
-        starts = np.arange(0, self.seqlen_q, rows)
-        first = np.minimum.reduceat(np.where(lo < hi, lo, self.seqlen_kv), starts)
-        last = np.maximum.reduceat(np.where(lo < hi, hi, 0), starts)
-        return float(np.maximum(-(-last // keys) - first // keys, 0).sum()) * rows * keys
+        """Query-key pairs of one head in the tiles of so many rows and keys that hold a visible pair."""
+        starts, tiles = np.arange(0, self.seqlen_q, rows), []
+        for lo, hi in self._spans:
+            first = np.minimum.reduceat(np.where(lo < hi, lo, self.seqlen_kv), starts)
+            last = np.maximum.reduceat(np.where(lo < hi, hi, 0), starts)
+            tiles.append(np.maximum(-(-last // keys) - first // keys, 0).sum())
+        return float(np.mean(tiles)) * rows * keys
 
     @property
     def parts(self) -> tuple[Workload, ...]:
@@ -273,6 +276,10 @@ class Inputs:
         """What a backward makes gradients of."""
         more = () if self.bias is None or not self.bias.requires_grad else (self.bias,)
         return self.q, self.k, self.v, *more
+
+    def function(self, w: Workload) -> Callable[..., Any] | None:
+        """The part of the mask that is a function of FlexAttention's, as Sartor is given it too."""
+        return w.pattern.scattered(w.seqlen_q) if self.windows is None else scattered.by_head(self.windows)
 
     @classmethod
     def without_data(cls, w: Workload) -> Inputs:
@@ -346,14 +353,12 @@ class Inputs:
             lo, hi = (torch.from_numpy(x).to(self.q.device) for x in key_span(w.pattern, w.seqlen_q, w.seqlen_kv))
             key = torch.arange(w.seqlen_kv, device=self.q.device)
             inside = ((key >= lo[:, None]) & (key < hi[:, None]))[None, None]
-            scattered_one = w.pattern.scattered(w.seqlen_q)
-            if scattered_one is not None:
-                inside = inside & scattered_one(0, 0, torch.arange(w.seqlen_q, device=key.device)[:, None], key)
+            keep = self.function(w)
+            if keep is not None:
+                heads, queries = (torch.arange(n, device=key.device) for n in (w.heads_q, w.seqlen_q))
+                inside = inside & keep(0, heads.view(-1, 1, 1), queries[:, None], key)
             if self.lengths is not None:
                 inside = inside & (key < self.lengths.view(-1, 1, 1, 1))
-            if self.windows is not None:
-                distance = (torch.arange(w.seqlen_q, device=key.device)[:, None] - key).abs()
-                inside = inside & (distance <= self.windows.view(1, -1, 1, 1))
             self.cache["visible"] = inside if self.keep is None else inside & self.keep
         if w.pattern.mask == Pattern():
             return None
