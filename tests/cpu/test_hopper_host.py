@@ -444,7 +444,8 @@ def test_launches_of_a_backward(driver, backward, causal):
     assert (first["dout"], first["dlse"]) == (dout.data_ptr(), 0)
     assert first.items() >= {name: at[name] for name in ("delta", "lse_log2", "sums")}.items()
     read = {"lse": at["lse_log2"], "delta": at["delta"], "marks": at["bad_kv"], "sums": at["sums"]}
-    assert sweep.items() >= (read | {"dx": dk.data_ptr(), "dy": dv.data_ptr()}).items()
+    assert sweep.items() >= read.items()
+    assert {dk.data_ptr(), dv.data_ptr()} <= {address for address, *_ in driver.maps}
     assert last.items() >= {"sums": at["sums"], "dq": dq.data_ptr(), "marks": at["bad_q"]}.items()
     assert len(backward.repairs) == causal
     for changed in backward.repairs:
@@ -496,7 +497,7 @@ def test_rooms_do_not_overlap():
     """Each part on 128 bytes, and as long as what is written there."""
     q, k = (torch.empty((2, n, 3, 128), dtype=torch.bfloat16, device="meta") for n in (70, 90))
     room = backward_config.room(problem_of(q, k, True))
-    assert room.sizes == {"sums": 2 * 3 * 128 * 128, "delta": 480, "lse_log2": 480, "bad_q": 12, "bad_kv": 12}
+    assert room.sizes == {"sums": 2 * 3 * 128 * 128, "delta": 480, "lse_log2": 480, "bad_q": 12, "bad_kv": 12, "claimed": 1}
     parts = sorted((place, 4 * room.sizes[name]) for name, place in room.places.items())
     assert all(place % 128 == 0 for place, _ in parts)
     ends = [place + size for place, size in parts]
@@ -534,7 +535,7 @@ def test_a_list_of_key_tiles_is_walked(driver, monkeypatch):
     assert "entries" not in launched(mask=torch.ones(700, 700, dtype=torch.bool))
 
 
-@pytest.mark.parametrize(("causal", "forward", "both"), [(False, 400, 700), (True, 460, 920)])
+@pytest.mark.parametrize(("causal", "forward", "both"), [(False, 400, 710), (True, 460, 925)])
 def test_a_length_not_seen_before(driver, backward, causal, forward, both):
     """What the host does of one, in calls of functions: results that all lengths share are not made again."""
     counts = {}

@@ -161,7 +161,7 @@ def test_problems_are_those_of_calls_alone(dim, dtype):
 
 
 @needs
-@pytest.mark.parametrize(("options", "most"), [({}, 1230), ({"causal": True}, 1610)], ids=str)
+@pytest.mark.parametrize(("options", "most"), [({}, 1240), ({"causal": True}, 1610)], ids=str)
 def test_what_the_host_does_of_a_length(options, most):
     """Calls of functions, of Python and of C, of a forward and a backward with all that is kept for the next ones."""
     with launched(), torch.autograd.set_multithreading_enabled(False):

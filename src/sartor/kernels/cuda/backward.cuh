@@ -12,7 +12,10 @@
 #include "cuda/wgmma.cuh"
 
 constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int SOON = 4;  // tiles: when so many are left to load, the next rows are claimed
 constexpr int SECTION = 16;  // heads of which, under a mask, the longest blocks begin first: cuda/schedule.cuh
+
+struct Nothing { DEVICE void operator()() const {} };
 
 // ---- task: the rows that a block holds, and the tiles that its mainloop visits
 struct Task {
@@ -30,6 +33,13 @@ struct Task {
   Ring<2> jobs{0};         // of rows to hold
 #endif
 
+  static DEVICE int sets(const Params& t) {  // of rows that blocks hold, where no table orders them
+#if PERSISTENT && !ORDERED
+    return t.total;
+#else
+    return gridDim.x;
+#endif
+  }
   static DEVICE Task number(int index, const Params& t, const Shape& n, const Aux& x) {
     const int heads = KEYS ? n.heads_kv : n.heads_kv * n.group, tiles = ceil_div(KEYS ? n.seqlen_kv : n.seqlen_q, 64 * GROUPS);
 #if DADDED == 2
@@ -58,7 +68,7 @@ struct Task {
     found.part = at.head % t.parts;
     return found;
 #else
-    const Place at = locate<MASK != 0>(index, {heads, 1, 0, 0, tiles, int(gridDim.x), section});
+    const Place at = locate<MASK != 0>(index, {heads, 1, 0, 0, tiles, sets(t), section});
     const int tile = KEYS ? tiles - 1 - at.tile : at.tile;  // causal: the longest are the last queries, the first keys
     return {t, n, x, at.batch, at.head, tile * 64 * GROUPS};
 #endif
@@ -128,12 +138,14 @@ struct Task {
 #endif
 
 #if PERSISTENT
-  static constexpr int job_bytes = 16 * 64 * GROUPS + 16;  // intervals of rows, and which rows they are
-  DEVICE u32 job() const { return jobs.bars + 32 - AT_JOBS_END + AT_SPANS + jobs.stage() * job_bytes; }
+  static constexpr int SPAN_BYTES = SHARED_SPANS * 16 * 64 * GROUPS, job_bytes = SPAN_BYTES + 16;  // and which rows they are
+  DEVICE u32 job() const { return jobs.bars + 32 - AT_JOBS_END + AT_JOBS + jobs.stage() * job_bytes; }
   DEVICE bool take() {  // the next rows to hold, if there are any
     jobs.await_full();
+#if SHARED_SPANS
     spans = job();
-    const auto read = [&](int at) { return __shfl_sync(ALL, shared_load(spans + 16 * 64 * GROUPS + at), 0); };
+#endif
+    const auto read = [&, from = job() + SPAN_BYTES](int at) { return __shfl_sync(ALL, shared_load(from + at), 0); };
     batch = read(0), head = read(4), first = read(8);
     return batch >= 0;
   }
@@ -142,35 +154,46 @@ struct Task {
     if ((threadIdx.x & 31) == 0) barrier_arrive(jobs.empty());
     jobs.next();
   }
-  DEVICE void claim() {  // by one warp: rows for this block, until there are none
+  // By one warp: claims rows for this block until there are none. The next ones when few tiles of these are left to load, not
+  // before: at the end rows would wait for a block that has long ones to do, beside blocks that have none
+  DEVICE void claim(u32 loaded) {
     const bool lead = (threadIdx.x & 31) == 0;
+#if ORDERED
     const int all = t.blocks * heads_held();
+    int* claimed = t.order + t.blocks;
+#else
+    const int all = sets(t);
+    int* claimed = t.claimed;
+#endif
     int index = blockIdx.x;
 #pragma unroll 1
-    while (true) {
+    for (int parity = 0;; parity ^= 1) {
       jobs.await_empty();
       if (index < all) {
         const Task next = number(index, t, n, x);
         batch = next.batch, head = next.head, first = next.first;
+#if SHARED_SPANS
         spans = job();
 #pragma unroll 1
         for (int i = threadIdx.x & 31; i < 64 * GROUPS; i += 32) write_span(i);
+#endif
       }
-      const u32 at = job() + 16 * 64 * GROUPS;
+      const u32 at = job() + SPAN_BYTES;
       if (lead) shared_store(at, index < all ? batch : -1), shared_store(at + 4, head), shared_store(at + 8, first);
       __syncwarp();
       if (lead) barrier_arrive(jobs.full());
       jobs.next();
       if (index >= all) return;
-      index = __shfl_sync(ALL, lead ? atomicAdd(t.order + t.blocks, 1) : 0, 0) + gridDim.x;
+      barrier_wait(loaded, parity);
+      index = __shfl_sync(ALL, lead ? atomicAdd(claimed, 1) : 0, 0) + gridDim.x;
     }
   }
 #endif
 
-  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th round, after `begin` for the rows that are held. They
-  // are to hold rings by value: by reference these cost registers
+  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th round, after `begin` for the rows that are held, and
+  // `soon` before the last few. They are to hold rings by value: by reference these cost registers
 #if PERSISTENT
-  template <class Begin, class Visit> DEVICE void walk(Begin begin, Visit visit) {
+  template <class Begin, class Visit, class Soon = Nothing> DEVICE void walk(Begin begin, Visit visit, Soon soon = {}) {
 #pragma unroll 1
     while (take()) {
 #else
@@ -180,20 +203,31 @@ struct Task {
 #pragma unroll 1
       for (int g = 0; g < rounds(); g++) {
         const Range tiles = range(first, 64 * GROUPS, g);
+#if PERSISTENT
+        const int few = g < rounds() - 1 ? -1 : imax(tiles.begin, tiles.end - SOON);
+#endif
 #pragma unroll 1
+        for (int j = tiles.begin; j < tiles.end; j++) {
+#if PERSISTENT
+          if (j == few) soon();
+#endif
 #if MASK == 3
-        for (int j = tiles.begin; j < tiles.end; j++) visit(g, tile(j));
+          visit(g, tile(j));
 #else
-        for (int j = tiles.begin; j < tiles.end; j++) visit(g, j);
+          visit(g, j);
+#endif
+        }
+#if PERSISTENT
+        if (few >= tiles.end) soon();
 #endif
       }
 #if PERSISTENT
+      visit(-1, 0);  // no tile: its stage is room for what the consumers leave
       leave();
     }
 #endif
   }
 };
-struct Nothing { DEVICE void operator()() const {} };
 
 // ---- consumer warpgroup: its rows, the mask, marks
 struct Worker {

@@ -1,4 +1,4 @@
-// The store of a backward's epilogue: a warpgroup's 64 rows of a gradient, from registers to memory.
+// The stores of a backward's epilogue: a warpgroup's 64 rows of a gradient, from registers to memory, or by the copy engine.
 #pragma once
 #include "cuda/wgmma.cuh"
 
@@ -26,4 +26,29 @@ DEVICE bool store_rows(const float (&sum)[N], u16* to, i64 by_row, float scale, 
     lost |= at < end && test;
   }
   return lost;
+}
+
+// The same by a warp, of its 16 rows, over a Tile of shared memory that nothing reads any more: it stages them, and its first
+// thread has the copy engine store them, which clips what is beyond the tensor
+template <class Half, class Tile, int COUNT, int N>
+DEVICE bool leave_rows(const float (&sum)[N], u32 to, const TensorMap& map, float scale, int first, int head, int batch, int end) {
+  const int lane = threadIdx.x & 31, slice = 16 * (threadIdx.x >> 5 & 3), row = first + slice + (lane >> 2);
+  u32 test[2] = {0, 0};  // of each row, as above
+  UNROLL for (int k = 0; k < (COUNT + 15) / 16; k++) {
+    u32 words[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+      const int at = 8 * k + 2 * i;
+      words[i] = at < COUNT / 2 ? Half::pack(sum[at] * scale, sum[at + 1] * scale) : 0;
+      test[i % 2] = Half::add_zero_times(test[i % 2], words[i]);
+    }
+    store_matrix(to + Tile::chunk(k) + Tile::swizzled(slice + (lane & 15), k, lane >> 4), words);
+  }
+  shared_fence();
+  __syncwarp();
+  if (lane == 0) {
+    UNROLL for (int c = 0; c < Tile::chunks; c++)
+      tma_store(&map, to + c * Tile::chunk_bytes + slice * Tile::row_bytes, c * (Tile::row_bytes / 2), first + slice, head, batch);
+    stores_end();
+  }
+  return (row < end && test[0]) || (row + 8 < end && test[1]);
 }

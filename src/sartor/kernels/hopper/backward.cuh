@@ -62,12 +62,13 @@ enum : int { SLICE = 4, SLICE_BYTES = SLICE * 4 * 64 * GROUPS };  // rows of dS 
 constexpr int AT_SLICES = AT_RAW + RAW_BYTES, AT_ROWS = AT_SLICES + (DADDED == 2) * 4 * SLICE_BYTES;
 constexpr int DELTA = 4 * BLOCK, HIGH = 8 * BLOCK, BITS = (8 + 4 * BURIES) * BLOCK;
 constexpr int ROWS_BYTES = (KEYS ? (8 + 4 * BURIES + 16 * DRAWN) * BLOCK : 0) + RAW_BYTES / 8;
-constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + SHARED_SPANS * (1 + PERSISTENT) * (16 * 64 * GROUPS + 16 * PERSISTENT);
+constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + (1 + PERSISTENT) * (SHARED_SPANS * 16 * 64 * GROUPS + 16 * PERSISTENT);
 #if SHARED_SPANS
 constexpr int AT_SPANS = AT_ROWS + STAGES * ROWS_BYTES;
 static_assert(AT_SPANS == OFFSET_SPANS);
 #endif
 #if PERSISTENT
+constexpr int AT_JOBS = AT_ROWS + STAGES * ROWS_BYTES;  // which rows are held next, behind their intervals
 constexpr int AT_JOBS_END = AT_BARRIERS + 16 * (5 + STAGES);  // of the barriers of `jobs`
 #endif
 static_assert(AT_STAGES == OFFSET_STAGES && AT_Y == OFFSET_Y && AT_DS == OFFSET_DS && AT_ROWS == OFFSET_ROWS);
@@ -75,7 +76,7 @@ static_assert(AT_ADDED == OFFSET_ADDED && AT_RAW == OFFSET_RAW && AT_SLICES == O
 static_assert(!DADDED || (ADDED && !SEEN && !RISES));
 static_assert((!SEEN || MASK == 2) && (!(SEEN || ADDED) || (FUSED && !PERSISTENT)));
 static_assert(AT_BARRIERS == OFFSET_BARRIERS);
-static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + 2 * PERSISTENT : APART) + ADDED + PIECES) + 1024);
+static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + 4 * PERSISTENT : APART) + ADDED + PIECES) + 1024);
 
 #if DRAWN
 enum : int { DRAWERS = 4 - PERSISTENT };  // warps that draw: all that load but the one that claims rows
@@ -85,7 +86,7 @@ static_assert(Drawing::BYTES == 16 * BLOCK && GROUPS == 2 && KEYS && !SEEN);
 
 struct Rings {
 #if PERSISTENT
-  Ring<1> held;
+  Ring<1> held, held_y;  // keys, values
 #else
   u32 held;  // a barrier
 #endif
@@ -100,10 +101,19 @@ struct Rings {
 #if SEEN
   Ring<PIECES> raw{ds.bars + 32 + 16 * ADDED};  // bytes of a bool tensor, of 32 queries each
 #endif
-  DEVICE Rings(u32 base) : held(base + AT_BARRIERS), tiles(base + AT_BARRIERS + 16), ds(tiles.bars + 16 * STAGES) {}
+  DEVICE Rings(u32 base)
+      : held(base + AT_BARRIERS), tiles(base + AT_BARRIERS + 16), ds(tiles.bars + 16 * STAGES)
+#if PERSISTENT
+        , held_y(base + AT_JOBS_END)
+#endif
+  {}
+#if PERSISTENT
+  DEVICE u32 loaded() const { return held_y.bars + 16; }  // when most tiles of a block's rows are on their way
+#endif
   DEVICE void init() const {  // by one thread; a stage is full when its two tiles and what goes with its rows are there
 #if PERSISTENT
-    held.init(4 * GROUPS, HELD * GROUPS);
+    held.init(4 * GROUPS, GROUPS), held_y.init(4 * GROUPS, GROUPS);
+    barrier_init(loaded(), 1);
     Ring<2>(ds.bars + 32).init(4 * GROUPS + 3);  // of jobs: three warps load
 #else
     barrier_init(held, HELD * GROUPS);
@@ -156,26 +166,40 @@ DEVICE void load(u32 base, Task task) {  // one warp; its first thread starts th
   const Params& t = task.t;
   const bool lead = (threadIdx.x & 31) == 0;
   Rings rings(base);
-  const auto hold = [&, held = rings.held]() mutable {
 #if PERSISTENT
-    held.await_empty();
-    const u32 bar = held.full();
-    held.next();
+  const auto hold = [&, rings]() mutable {
+    const auto take = [&](Ring<1>& held, const TensorMap& map, u32 at) {
+      held.await_empty();
+      if (lead)
+        for (int g = 0; g < GROUPS; g++)
+          Held::load(base + HELD * g * Held::bytes + at, &map, held.full(), EVICT_FIRST, task.first + 64 * g, task.head, task.batch);
+      held.next();
+    };
+    take(rings.held, t.held_x, 0), take(rings.held_y, t.held_y, Held::bytes);
+  };
 #else
-    const u32 bar = held;
-#endif
+  const auto hold = [&] {
     if (lead) {
       for (int g = 0; g < GROUPS; g++) {
         const u32 to = base + HELD * g * Held::bytes;
-        Held::load(to, &t.held_x, bar, EVICT_FIRST, task.first + 64 * g, task.head, task.batch);
-        if (DX) Held::load(to + Held::bytes, &t.held_y, bar, EVICT_FIRST, task.first + 64 * g, task.head, task.batch);
+        Held::load(to, &t.held_x, rings.held, EVICT_FIRST, task.first + 64 * g, task.head, task.batch);
+        if (DX) Held::load(to + Held::bytes, &t.held_y, rings.held, EVICT_FIRST, task.first + 64 * g, task.head, task.batch);
       }
     }
   };
+#endif
 #if DRAWN
   const Drawer drawer(task);
 #endif
   task.walk(hold, [&, rings](int g, int j) mutable {
+#if PERSISTENT
+    if (g < 0) {
+      rings.tiles.await_empty();
+      if (lead) UNROLL for (int i = 0; i < 2 + DRAWN; i++) barrier_arrive(rings.tiles.full());
+      rings.tiles.next();
+      return;
+    }
+#endif
     const int head = task.other(g);
 #if SEEN
     UNROLL for (int i = 0; i < PIECES; i++) {
@@ -215,7 +239,11 @@ DEVICE void load(u32 base, Task task) {  // one warp; its first thread starts th
     }
     rings.added.next();
 #endif
-  });
+  }
+#if PERSISTENT
+  , [&, loaded = rings.loaded()] { if (lead) barrier_arrive(loaded); }
+#endif
+  );
 }
 
 // A warp brings lse, delta or both of the queries of a tile. Of those past the end lse = +inf makes weights 0. With BURIES the
@@ -232,6 +260,14 @@ template <int FIRST, int LAST> DEVICE void bring_rows(u32 base, Task task, const
   const Drawer drawer(task);
 #endif
   task.walk(Nothing{}, [&, rings](int g, int j) mutable {
+#if PERSISTENT
+    if (g < 0) {
+      rings.tiles.await_empty();
+      if (lane < LAST - FIRST) barrier_arrive(rings.tiles.full());
+      rings.tiles.next();
+      return;
+    }
+#endif
     float x[LAST - FIRST][EACH];
 #if BURIES
     float high[EACH];
@@ -306,7 +342,7 @@ struct Consumer : Worker {
 #if FUSED
   Ring<2> ds;         // of the tile before; `rings` has those of the next one to write
   float dq[PART / 2];     // this thread's of the tile before
-  float* sums = nullptr;  // where it is added
+  int adding = -1;        // which tile of all that is; -1: none
 #endif
 
   DEVICE Consumer(const Task& task, u32 base, int group)
@@ -350,6 +386,11 @@ struct Consumer : Worker {
       Wgmma<COLUMNS>::rs<false, true>(sum, w + 4 * k, descriptor<Tile>(columns + (k * 16 * Tile::row_bytes >> 4)));
     wgmma_commit();
   }
+
+  // ---- warpgroups take turns at the tensor cores: one multiplies while the other makes weights
+  static constexpr bool IN_TURNS = FUSED && BY_ROWS && MASK < 2 && !SHARED_SPANS;  // beyond head dim 64 turns cost 1 to 4 %
+  DEVICE void await_turn() const { if (IN_TURNS) group_sync(8 + group, 256); }
+  DEVICE void pass_turn() const { if (IN_TURNS) group_arrive(9 - group, 256); }
 
   // ---- weights and dS of one tile
 #if SCORE
@@ -496,15 +537,18 @@ struct Consumer : Worker {
     pin(dq);
     if (lane == 0) barrier_arrive(ds.empty());
     ds.next();
-    if (sums)
-      UNROLL for (int i = 0; i < PART / 8; i++)
-        if ((i >= ADDS_FROM && i < ADDS_TO) || !group)
-          global_add_four(sums + 128 * i, make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]));
+    if (adding < 0) return;
+    float* sums = sums_of(adding);
+    UNROLL for (int i = 0; i < PART / 8; i++)
+      if ((i >= ADDS_FROM && i < ADDS_TO) || !group)
+        global_add_four(sums + 128 * i, make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]));
   }
-  DEVICE float* sums_of(int j, int g) const {
-    const int head = task.batch * task.heads_q() + task.query_head(g), warp = 4 * group + (threadIdx.x >> 5 & 3);
-    const i64 tile = i64(head) * ceil_div(task.n.seqlen_q, BLOCK) + j;
-    float* own = task.t.sums + tile * (BLOCK * COLUMNS) + warp * WARP_PART + 4 * lane;
+  DEVICE int number_of(int j, int g) const {
+    return (task.batch * task.heads_q() + task.query_head(g)) * ceil_div(task.n.seqlen_q, BLOCK) + j;
+  }
+  DEVICE float* sums_of(int tile) const {
+    const int warp = 4 * group + (threadIdx.x >> 5 & 3);
+    float* own = task.t.sums + i64(tile) * (BLOCK * COLUMNS) + warp * WARP_PART + 4 * lane;
     return FEWER && group ? own - (warp - 4) * FEWER - 128 * ADDS_FROM : own;
   }
 #endif
@@ -520,6 +564,7 @@ struct Consumer : Worker {
     wgmma_fence();
 #endif
     if (DX) multiply_rows(dp, own_y, held_at() + Held::bytes, y);
+    pass_turn();
 #if DROPOUT && !DRAWN
     const int own = first() + (row & ~15);  // the first of the warp's rows
     stay.draw(read_seed(task.t.seed), task.t.steps, task.batch, task.query_head(g), own, j * (BLOCK / 16), lane);
@@ -568,6 +613,7 @@ struct Consumer : Worker {
 #endif
     }
 #if FUSED
+    await_turn();
     if (EARLY) multiply_keys();
 #endif
     if (DY) add_product(dy, a, y);
@@ -582,7 +628,7 @@ struct Consumer : Worker {
 #if FUSED
     wgmma_wait<1 + EARLY>();
     add_dq();
-    sums = sums_of(j, g);
+    adding = number_of(j, g);
 #endif
     wgmma_wait<0>();
     if (DX) pin(dx);
@@ -591,28 +637,55 @@ struct Consumer : Worker {
   }
 
   // ---- epilogue
+  DEVICE bool leave(const float (&sum)[COLUMNS / 2], u32 to, const TensorMap& map, float scale) const {
+    return leave_rows<Half, Held, COLUMNS>(sum, to, map, scale, first(), task.head, task.batch, task.held());
+  }
   DEVICE void finish() {
     const Params& t = task.t;
-    const int own = first() + row, end = task.held();
 #if HEAD_PARTS
+    wgmma_wait<0>();
+    add_dq();
+    const int end = task.held();
     const int tiles = ceil_div(end, 64 * GROUPS), tile = task.first / (64 * GROUPS);
     const i64 flat = (i64(task.batch) * task.n.heads_kv + task.head) * tiles + tile;
     float* to = t.partial + ((flat * t.parts + task.part) * GROUPS + group) * (2 * 64 * COLUMNS) + 4 * (threadIdx.x & 127);
     store_sums(dx, to), store_sums(dy, to + 64 * COLUMNS);
     return;
 #endif
-    bool lost = false;
 #if DROPOUT
     const float by = t.stay_scale;
 #else
     constexpr float by = 1.f;
 #endif
-    if (DX) lost |= store_rows<Half, COLUMNS>(dx, t.dx + task.batch * t.dx_batch + task.head * t.dx_head, t.dx_row, scale * by, own, end);
-    if (DY) lost |= store_rows<Half, COLUMNS>(dy, t.dy + task.batch * t.dy_batch + task.head * t.dy_head, t.dy_row, by, own, end);
+    bool lost = false;
+    group_sync(1 + group, 128);  // all have multiplied with what gradients are staged in the place of
+    if (DY) lost |= leave(dy, held_at() + (HELD - 1) * Held::bytes, t.dy, by);
+#if FUSED
+    wgmma_wait<0>();
+#if PERSISTENT
+    done(rings.held);
+    add_dq();
+    adding = -1;
+    if (lane == 0) await_stores_read();
+    done(rings.held_y);
+    rings.tiles.await_full();  // a stage without a tile
+    lost |= leave(dx, stage_at() + group * Held::bytes, t.dx, scale * by);
+    if (lane == 0) await_stores_read();
+    done(rings.tiles);
+#else
+    add_dq();
+    group_sync(3, 256);  // the other one has multiplied these keys too
+#endif
+#endif
+#if !PERSISTENT
+    if (DX) lost |= leave(dx, held_at(), t.dx, scale * by);
+    if (lane == 0) await_stores_read();
+#endif
     if (MASK) mark(lost, DX);  // dv alone comes after dk, whose marks stay
   }
 
   DEVICE void run() {
+    if (IN_TURNS && group == 1) group_arrive(8, 256);
 #if PERSISTENT
 #pragma unroll 1
     while (task.take()) {
@@ -637,7 +710,7 @@ struct Consumer : Worker {
     }
 #endif
 #if PERSISTENT
-    rings.held.await_full();
+    rings.held.await_full(), rings.held_y.await_full();
     rings.ds.await_empty();
 #else
     barrier_wait(rings.held, 0);
@@ -646,6 +719,7 @@ struct Consumer : Worker {
 #if FUSED
     publish_ds();  // before the first tile there are none: what is multiplied is not added
 #endif
+    await_turn();
 #pragma unroll 1
     for (int g = 0; g < task.rounds(); g++) {
       const Task::Range all = task.range(task.first, 64 * GROUPS, g);
@@ -672,14 +746,9 @@ struct Consumer : Worker {
       }
 #endif
     }
+    pass_turn();
 #if FUSED
     multiply_keys();
-    wgmma_wait<0>();
-#if PERSISTENT
-    done(rings.held);
-#endif
-    add_dq();
-    sums = nullptr;
 #endif
     finish();
   }
@@ -710,7 +779,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(HOPPER_
     if (KEYS && DX && warp == 2) bring_rows<1, 2>(base, task, lse, delta);
 #endif
 #if PERSISTENT
-    if (warp == 3) task.claim();
+    if (warp == 3) task.claim(Rings(base).loaded());
 #endif
 #if SEEN
     if (warp == 3) pack_seen(base, task);

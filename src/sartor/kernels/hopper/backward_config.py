@@ -33,10 +33,10 @@ PARAMS = Params(
     "hopper_backward",
     held_x="TensorMap", held_y="TensorMap", x="TensorMap", y="TensorMap",
     lse="const float*", delta="const float*",  # (batch, heads_q, rows_pitch), lse as log2
-    dx="u16*", dy="u16*",
+    dx="TensorMap", dy="TensorMap",  # of a warp's 16 rows
     marks="int*",  # one for 64 held rows of a head
     sums="float*",  # dq, unscaled: tiles of heads, in parts that lie as threads have them (FUSED)
-    **strides("dx"), **strides("dy"), **LENGTHS, factor="float", scale="float",
+    **LENGTHS, factor="float", scale="float",
 )  # fmt: skip
 PREPROCESS = Params(
     "preprocess",
@@ -44,6 +44,7 @@ PREPROCESS = Params(
     delta="float*", lse_log2="float*", sums="float*",
     **strides("out"), **strides("dout"), heads_q="int", seqlen_q="int",
 )  # fmt: skip
+CLEARING = PREPROCESS.followed_by({"claimed": "int*"})  # the same, which begins a count of claims
 ROUND = Params(
     "round_dq",
     sums="const float*",
@@ -63,6 +64,7 @@ SEES = {"seen": "TensorMap", "seen_by_item": "int", "seen_by_head": "int"}  # a 
 ADDS = {"added": "TensorMap", "by_item": "int", "by_head": "int"}  # these 1 or 0, by which its places are multiplied
 STORED = {"dadded": "TensorMap"}  # its gradient
 SUMMED = {"dsums": "TensorMap", "dsums_by_item": "int", "dsums_by_head": "int"}  # the same, added up in float32
+CLAIMS = {"claimed": "int*", "total": "int"}  # sets of rows claimed beside each block's first, and all
 PARTED = {"partial": "float*", "parts": "int"}  # of several blocks, what is made of their query heads
 ROUND_PARTS = Params(
     "round_parts",
@@ -159,8 +161,15 @@ class Config:
 
     @cached_property
     def persistent(self) -> bool:
-        """Whether a block holds one set of rows after another, as the order says."""
-        return self.fused and self.ordered and not self.near
+        """Whether a block holds one set of rows after another: in one sweep, where registers are left for it. With 128
+        columns, looking at pairs, derivatives of scores and dropout leave none."""
+        spares = self.dim < BOTH or (mask(self.p) < 2 and change(self.p) < 2 and not self.p.dropout_p)
+        return self.fused and not self.near and parts(self.p) == 1 and (spares or self.ordered)
+
+    @property
+    def claims(self) -> bool:
+        """Whether blocks claim these from a count of their own; a table that orders them has one."""
+        return self.persistent and not self.ordered
 
     @cached_property
     def near(self) -> tuple[int, ...]:
@@ -209,7 +218,7 @@ class Config:
         of the held ones, barriers."""
         row = 2 * self.width * -(-self.dim // self.width)
         tile, held = self.block * row, 1 if self.gradients == ("dv",) else 2
-        barriers = 1 + stages + (2 + 2 * self.persistent if self.fused else int(self.apart)) + (self.added is not None)
+        barriers = 1 + stages + (2 + 4 * self.persistent if self.fused else int(self.apart)) + (self.added is not None)
         barriers += (self.seen > 0) * self.block // 32
         told = spans * self.groups * 16 * arch.ROWS + 16 * self.persistent  # and which rows they are
         keys = self.groups * arch.ROWS
@@ -258,9 +267,11 @@ class Config:
         sweep = ORDERED if self.ordered else SECTIONED if self.sectioned else PARAMS
         sweep = DROPPED[sweep] if self.p.dropout_p else LISTED[sweep] if self.listed else sweep
         main = swept(sweep, program.buries, self.seen > 0, self.added is not None, dadded(self.p), parts(self.p) > 1)
+        main = main.followed_by(CLAIMS) if self.claims else main
         others = [expressions.passed(ORDER, program)] if self.ordered else []
         others += [ROUND_PARTS] if parts(self.p) > 1 else []
-        return main, PREPROCESS, ROUND, *others, *([expressions.passed(HIGHEST, program)] if program.buries else [])
+        others += [expressions.passed(HIGHEST, program)] if program.buries else []
+        return main, CLEARING if self.claims else PREPROCESS, ROUND, *others
 
     def compile(self) -> nvrtc.Binary:
         """The kernel; needs no GPU."""
@@ -322,4 +333,5 @@ def room(p: Problem) -> Room:
         bad_kv=marks * p.batch * p.heads_kv * -(-p.seqlen_kv // 64),
         **({"partial": partial_sums(p)} if parts(p) > 1 else {}),
         **({"order": p.batch * blocks + 1} if blocks else {}),
+        **({"claimed": 1} if Config.all(p)[0].claims else {}),
     )

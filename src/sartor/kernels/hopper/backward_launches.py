@@ -13,7 +13,7 @@ from sartor.kernels import blocks, dropout
 from sartor.kernels.algebra import sink_gradient
 from sartor.kernels.blocks import Blocks
 from sartor.kernels.cuda import expressions, host
-from sartor.kernels.cuda.params import of_lengths, of_strides
+from sartor.kernels.cuda.params import Params, of_lengths, of_strides
 from sartor.kernels.cuda.row import Part, Row
 from sartor.kernels.hopper.backward_config import (
     HIGHEST,
@@ -55,14 +55,16 @@ class Step:
     maps: dict[str, nvrtc.TensorMaps] = field(default_factory=dict)
 
     @classmethod
-    def preprocess(cls, m: Config, binary: nvrtc.Binary, out: torch.Tensor, dout: torch.Tensor) -> Step:
-        """delta, lse in the log2 domain, and zeros to add dq to."""
-        p, names = m.p, ("out", "dout", "lse", "dlse", "delta", "lse_log2", "sums")
+    def preprocess(
+        cls, m: Config, binary: nvrtc.Binary, out: torch.Tensor, dout: torch.Tensor, params: Params = PREPROCESS
+    ) -> Step:
+        """delta, lse in the log2 domain, and zeros to add dq and claims to."""
+        p, names = m.p, [name for name, kind in params.types.items() if "*" in kind]
         rows = m.block if m.fused else 64
         grid = p.batch * p.heads_q * -(-p.seqlen_q // rows) * (rows // 64)
         fixed = of_strides("out", launch.strides(out)) | of_strides("dout", launch.strides(dout))
         fixed |= {"heads_q": p.heads_q, "seqlen_q": p.seqlen_q}
-        return cls(nvrtc.Kernel(binary, PREPROCESS, 128, fixed=fixed), grid, {name: name for name in names})
+        return cls(nvrtc.Kernel(binary, params, 128, fixed=fixed), grid, {name: name for name in names})
 
     @classmethod
     def order(cls, m: Config, binary: nvrtc.Binary, aux: tuple[Any, ...]) -> Step:
@@ -91,7 +93,6 @@ class Step:
         """The kernel of a config; `tensors` are like q, k, v, dout and the gradients; `found` is the list it walks."""
         p, (dx, dy) = m.p, m.outputs
         fixed, reads = expressions.split(aux, p.program)
-        fixed |= of_strides("dx", launch.strides(tensors[dx])) | of_strides("dy", launch.strides(tensors[dy]))
         fixed |= of_lengths(p)
         fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale}
         fixed |= dropout.numbers(p.dropout_p) if p.dropout_p else {}
@@ -102,13 +103,17 @@ class Step:
         params = expressions.passed(m.kernels[0], p.program)
         grid = p.batch * (p.heads_kv if m.keys else p.heads_q) * m.blocks
         mapped = dict(zip(MAPPED, ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v"), strict=True))
-        rows = dict(zip(MAPPED, (64, 64, m.block, m.block), strict=True))
-        others = ({"order": "order"} if m.ordered else {}) | ({"seed": "seed"} if p.dropout_p else {})
+        mapped |= {"dx": dx, "dy": dy}
+        rows = dict(zip(MAPPED, (64, 64, m.block, m.block), strict=True))  # a box; of gradients a warp's
+        fixed |= {"total": grid} if m.claims else {}
+        others = {
+            name: name for name, there in (("order", m.ordered), ("claimed", m.claims), ("seed", p.dropout_p)) if there
+        }
         others |= {
-            "lse": "lse_log2", "delta": "delta", "dx": dx, "dy": dy,
+            "lse": "lse_log2", "delta": "delta",
             "marks": "bad_kv" if m.keys else "bad_q", "sums": "sums",
         }  # fmt: skip
-        maps = {at: host.maps(tensors[name], (rows[at], 1), m.width) for at, name in mapped.items()}
+        maps = {at: host.maps(tensors[name], (rows.get(at, 16), 1), m.width) for at, name in mapped.items()}
         if p.program.buries:
             others |= {"gain": "gain", "lse": "log2_sum"}
         if parts(p) > 1:
@@ -175,7 +180,7 @@ def _steps(p: Problem, x: Operands, saved: Saved, sms: int) -> list[Step]:
     for m in (replace(m, listed=True) if found is not None else m for m in Config.all(p)):
         binary = m.compile()
         if not steps:
-            steps.append(Step.preprocess(m, binary, saved.out, saved.dout))
+            steps.append(Step.preprocess(m, binary, saved.out, saved.dout, m.kernels[1]))
         if m.ordered:
             steps.append(Step.order(m, binary, x.aux))
         if len(steps) == 1 + m.ordered and p.program.buries:

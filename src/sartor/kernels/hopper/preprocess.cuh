@@ -34,6 +34,9 @@ extern "C" __global__ void __launch_bounds__(128) preprocess(PREPROCESS_PARAMETE
   float4* zero = reinterpret_cast<float4*>(sums + (i64(flat) * slices + slice) * (64 * COLUMNS));
   UNROLL for (int i = 0; i < COLUMNS / 8; i++) zero[128 * i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
 #endif
+#if PERSISTENT && !ORDERED
+  if (blockIdx.x == 0 && threadIdx.x == 0) *claimed = 0;
+#endif
   const int eight = threadIdx.x % LANES, own = threadIdx.x / LANES;
   out += (2 + 2 * WIDE) * (batch * out_batch + head * out_head);
   dout += 2 * (batch * dout_batch + head * dout_head);
