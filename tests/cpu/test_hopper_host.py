@@ -497,7 +497,8 @@ def test_rooms_do_not_overlap():
     """Each part on 128 bytes, and as long as what is written there."""
     q, k = (torch.empty((2, n, 3, 128), dtype=torch.bfloat16, device="meta") for n in (70, 90))
     room = backward_config.room(problem_of(q, k, True))
-    assert room.sizes == {"sums": 2 * 3 * 128 * 128, "delta": 480, "lse_log2": 480, "bad_q": 12, "bad_kv": 12, "claimed": 1}
+    sums = {"sums": 2 * 3 * 128 * 128, "delta": 480, "lse_log2": 480}
+    assert room.sizes == sums | {"bad_q": 12, "bad_kv": 12, "claimed": 1}
     parts = sorted((place, 4 * room.sizes[name]) for name, place in room.places.items())
     assert all(place % 128 == 0 for place, _ in parts)
     ends = [place + size for place, size in parts]
