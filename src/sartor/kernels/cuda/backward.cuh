@@ -12,7 +12,9 @@
 #include "cuda/wgmma.cuh"
 
 constexpr int THREADS = 128 * (GROUPS + 1);
+#ifdef SECTIONED  // no other text has blocks that stay
 constexpr int SOON = 4;  // tiles: when so many are left to load, the next rows are claimed
+#endif
 constexpr int SECTION = 16;  // heads of which, under a mask, the longest blocks begin first: cuda/schedule.cuh
 
 struct Nothing { DEVICE void operator()() const {} };
