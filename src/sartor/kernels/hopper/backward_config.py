@@ -166,7 +166,7 @@ class Config:
         spares = self.dim < BOTH or (mask(self.p) < 2 and change(self.p) < 2 and not self.p.dropout_p)
         return self.fused and not self.near and parts(self.p) == 1 and (spares or self.ordered)
 
-    @property
+    @cached_property
     def claims(self) -> bool:
         """Whether blocks claim these from a count of their own; a table that orders them has one."""
         return self.persistent and not self.ordered
@@ -280,7 +280,8 @@ class Config:
         return arch.build(self, dtype, "hopper/backward", {64, self.block, *columns}, self.kernels)
 
 
-LASTING = "layout", "kernels", "macros", "sectioned", "persistent", "warps"  # of a kind, with what they are made of
+# Of a kind, with what they are made of
+LASTING = "layout", "kernels", "macros", "sectioned", "persistent", "claims", "warps"
 
 
 @lru_cache(maxsize=256)
