@@ -105,11 +105,12 @@ DIMS = [64, 72, 80, 96, 112, 128, 136, 160, 176, 192, 224, 256]
     ("dim", "options"), sample(product(DIMS, MASKS), [*zip((128, 256, 80), MASKS, strict=True)].__contains__), ids=str
 )
 def test_kernels(dim, options):
+    """Two words are spilled at most: where gradients are staged, an address of theirs."""
     configs = Config.all(problem(dim, deterministic=True, **options))
     keys = [("dk", "dv")] if dim <= 128 else [("dk",), ("dv",)]  # what registers hold
     assert [m.gradients for m in configs] == [("dq",), *keys]
     for config in configs:
-        assert sound(config) == {"hopper_backward", *(["preprocess"] if "dq" in config.gradients else [])}
+        assert sound(config, spills=8) == {"hopper_backward", *(["preprocess"] if "dq" in config.gradients else [])}
 
 
 ONES = [(64, {"causal": True}, torch.float16), (128, {"causal": True}, torch.bfloat16)]
@@ -121,8 +122,10 @@ ONES = [(64, {"causal": True}, torch.float16), (128, {"causal": True}, torch.bfl
     ids=str,
 )
 def test_one_sweep(dim, options, dtype):
+    """No spills, but where a block stays and intervals have two ends that move: a few words, at head dim 128."""
     (config,) = Config.all(problem(dim, dtype=dtype, **options))
-    assert sound(config) == {"hopper_backward", "preprocess", "round_dq"}
+    spills = 44 if dim == 128 and "window" in options else 0
+    assert sound(config, spills) == {"hopper_backward", "preprocess", "round_dq"}
 
 
 ALL = [8, 16, 24, 32, 40, 48, 56, 72, 80, 88, 96, 104, 112, 120]
@@ -182,8 +185,8 @@ def test_pairs(dim):
 
 
 SEEN = {
-    "alone": ({"mask": pairs(4)}, 2, 36),
-    "causal": ({"mask": pairs(2, 1), "causal": True}, 1, 16),
+    "alone": ({"mask": pairs(4)}, 2, 56),
+    "causal": ({"mask": pairs(2, 1), "causal": True}, 1, 36),
     "capped": ({"mask": pairs(), "softcap": 2.0}, 2, 320),
     "documents": ({"mask": mods.document(meta(2, 1000, dtype=torch.int32)) & mods.from_tensor(pairs())}, 1, 160),
 }
@@ -206,7 +209,7 @@ ADDED = {
     "alone": ({}, 0),
     "causal": ({"causal": True}, 8),
     "bool": ({"mask": pairs()}, 28),
-    "capped": ({"softcap": 2.0}, 256),  # at head dim 64; none at 128
+    "capped": ({"softcap": 2.0}, 292),  # at head dim 64; none at 128
 }
 
 
@@ -268,7 +271,7 @@ def test_changed_scores(dim, deterministic, causal):
     for config in Config.all(problem(dim, alibi_slopes=meta(4, dtype=torch.float32), **options)):
         sound(config)
     for config in Config.all(problem(dim, softcap=30.0, **options)):
-        sound(config, spills=136 if dim == 64 and config.fused else 48)
+        sound(config, spills=176 if dim == 64 and config.fused else 48)
 
 
 def test_determinism():
@@ -445,4 +448,4 @@ def test_dropout(dim, options):
     """At head dim 64, of dk and dv made by themselves a few words are kept in local memory over each tile."""
     given = {"dropout_p": 0.1, "dropout_seed": meta(1, dtype=torch.int64)}
     for config in Config.all(problem(dim, **given, **options)):
-        assert "hopper_backward" in sound(config, spills=32 if dim == 64 and "deterministic" in options else 0)
+        assert "hopper_backward" in sound(config, spills=68 if dim == 64 and "deterministic" in options else 0)
