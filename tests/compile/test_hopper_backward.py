@@ -105,12 +105,13 @@ DIMS = [64, 72, 80, 96, 112, 128, 136, 160, 176, 192, 224, 256]
     ("dim", "options"), sample(product(DIMS, MASKS), [*zip((128, 256, 80), MASKS, strict=True)].__contains__), ids=str
 )
 def test_kernels(dim, options):
-    """Two words are spilled at most: where gradients are staged, an address of theirs."""
+    """No spills, but two words at two head dims without a mask."""
     configs = Config.all(problem(dim, deterministic=True, **options))
     keys = [("dk", "dv")] if dim <= 128 else [("dk",), ("dv",)]  # what registers hold
     assert [m.gradients for m in configs] == [("dq",), *keys]
+    spills = 8 if dim in (96, 192) and not options else 0
     for config in configs:
-        assert sound(config, spills=8) == {"hopper_backward", *(["preprocess"] if "dq" in config.gradients else [])}
+        assert sound(config, spills) == {"hopper_backward", *(["preprocess"] if "dq" in config.gradients else [])}
 
 
 ONES = [(64, {"causal": True}, torch.float16), (128, {"causal": True}, torch.bfloat16)]
