@@ -111,7 +111,7 @@ def provenance(chosen: list[Record], everything: list[Record]) -> str:
     words += [f"{x.dtype} matrix product {scale * x.tflops:.3g} {unit}" for x in peaks if x.tflops]
     words += [f"copy {x.gbps:.0f} GB/s" for x in peaks if x.gbps]
     commits = dict.fromkeys(f"{x.commit[:10]}{' with changes' if x.dirty else ''}" for x in chosen if x.commit)
-    words += [f"commit {' and '.join(commits)}"] if commits else []
+    words += [f"commit {', '.join(commits)}"] if commits else []
     return ", ".join(words) + f"; run {', '.join(dict.fromkeys(x.run_id for x in chosen))}."
 
 
