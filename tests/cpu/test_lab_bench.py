@@ -445,7 +445,7 @@ def test_every_commit_of_a_table_is_named() -> None:
     rows = [record(), record(), record()]
     for r, commit, dirty in zip(rows, ("a" * 40, "b" * 40, "a" * 40), (False, True, False), strict=True):
         r.commit, r.dirty = commit, dirty
-    assert "commit aaaaaaaaaa and bbbbbbbbbb with changes;" in report.provenance(rows, rows)
+    assert "commit aaaaaaaaaa, bbbbbbbbbb with changes;" in report.provenance(rows, rows)
 
 
 def test_a_rung_of_other_sources_is_called_unverified() -> None:
