@@ -24,7 +24,7 @@ def literal(mask: str, sq: int, skv: int) -> np.ndarray:
     """The mask by a double loop over its definition."""
     p, keep = Pattern.parse(mask), np.zeros((sq, skv), bool)
     shift = 0 if p.causal == "top_left" else skv - sq
-    ids = document_ids(p.document, skv) if p.document else None
+    ids = document_ids(p, skv) if p.document else None
     for i in range(sq):
         for j in range(skv):
             ok = not (p.causal or p.window) or j <= i + shift
@@ -35,10 +35,10 @@ def literal(mask: str, sq: int, skv: int) -> np.ndarray:
     return keep
 
 
-@pytest.mark.parametrize("mask", [*MASKS, "document3", "causal+document4"])
+@pytest.mark.parametrize("mask", [*MASKS, "document3", "causal+document4", "lognormal4"])
 @pytest.mark.parametrize(("sq", "skv"), [(16, 16), (12, 20), (20, 12), (1, 16)])
 def test_key_spans_equal_the_literal_mask(mask: str, sq: int, skv: int) -> None:
-    if "document" in mask and sq != skv:
+    if Pattern.parse(mask).document and sq != skv:
         pytest.skip("documents are laid over equal lengths")
     lo, hi = key_span(Pattern.parse(mask), sq, skv)
     keys = np.arange(skv)
@@ -158,12 +158,18 @@ def test_bytes_count_every_tensor_once() -> None:
     assert w.bytes == 2 * q + 2 * kv + 2 * 4 * 10 * 4
 
 
-@given(st.integers(1, 40), st.integers(1, 500))
-def test_documents_cover_the_sequence_in_order(documents: int, seqlen: int) -> None:
-    ids = document_ids(documents, seqlen)
+@given(st.integers(1, 40), st.integers(1, 500), st.booleans())
+def test_documents_cover_the_sequence_in_order(documents: int, seqlen: int, lognormal: bool) -> None:
+    ids = document_ids(Pattern(document=documents, lognormal=lognormal), seqlen)
     assert ids.shape == (seqlen,)
     assert (np.diff(ids) >= 0).all()
     assert 0 <= ids[0] <= ids[-1] < documents
+
+
+def test_lognormal_documents_are_as_unequal_as_texts() -> None:
+    lengths = np.bincount(document_ids(Pattern.parse("lognormal63"), 65536))
+    assert (lengths.min(), np.median(lengths), lengths.max()) == (130, 793, 4834)
+    assert lengths.tolist() != sorted(lengths)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,9 @@ def mask(text: str) -> str:
     """A workload's mask in words: `causal, 8 documents`."""
     p = Pattern.parse(text)
     words = {
-        "causal": bool(p.causal), f"window of {p.window}": p.window, f"{p.document} documents": p.document,
+        "causal": bool(p.causal), f"window of {p.window}": p.window,
+        f"{p.document} documents": p.document and not p.lognormal,
+        f"{p.document} documents of lognormal lengths": p.lognormal,
         f"first {p.prefix} keys": p.prefix, "a bool for each pair": p.tensor,
         "a bias for each pair": p.bias and not p.learned, "a bias with its gradient": p.learned,
         f"softcap {p.softcap:g}": p.softcap, "ALiBi": p.alibi,

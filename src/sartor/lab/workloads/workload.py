@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv", "dim", "dim_v"
 FACTORS = dict.fromkeys(FORWARD, 1.0) | {"bwd": 2.5, "fwd_bwd": 3.5}  # matrix products: 2, 5, 7
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 PARTS = re.compile(
-    r"full|causal|causal_top_left|window(?P<window>\d+)|document(?P<document>\d+)"
+    r"full|causal|causal_top_left|window(?P<window>\d+)|document(?P<document>\d+)|lognormal(?P<lognormal>\d+)"
     r"|prefix(?P<prefix>\d+)|softcap(?P<softcap>\d+)|alibi|bias|learned|tensor|relative|cached"
     r"|natten(?P<natten>\d+)|dilated(?P<dilated>\d+)|windows(?P<windows>\d+)"
 )
@@ -33,6 +34,7 @@ class Pattern:
     causal: str = ""  # "", "bottom_right" or "top_left"
     window: int = 0  # keys a query sees, itself the last of them
     document: int = 0  # documents in the sequence, of unequal lengths
+    lognormal: bool = False  # whether these are as unequal as texts are
     prefix: int = 0  # keys that every query sees, and no others
     softcap: float = 0.0
     alibi: bool = False
@@ -53,13 +55,15 @@ class Pattern:
             match = PARTS.fullmatch(part)
             if match is None:
                 known = (
-                    "full, causal, causal_top_left, windowN, documentN, prefixN, nattenN, dilatedN, windowsN, softcapN,"
+                    "full, causal, causal_top_left, windowN, documentN, lognormalN, prefixN, nattenN, dilatedN, windowsN, softcapN,"
                     " alibi, relative, bias, learned, tensor, cached"
                 )
                 raise ValueError(f"mask part must be one of {known}, got {part!r}")
             numbers = {k: int(v) for k, v in match.groupdict().items() if v is not None}
             if 0 in numbers.values():
                 raise ValueError(f"mask part must have a positive number, as in window1024, got {part!r}")
+            if "lognormal" in numbers:
+                numbers = {"document": numbers["lognormal"], "lognormal": True}
             found |= numbers
             if part.startswith("causal"):
                 found["causal"] = "top_left" if part.endswith("left") else "bottom_right"
@@ -86,10 +90,19 @@ class Pattern:
         return replace(self, causal="") == Pattern()
 
 
-def document_ids(documents: int, seqlen: int) -> np.ndarray:
-    """Document of every position: lengths 1 : 2 : 3 : 1 : 2 : 3 ... of the sequence, so that they are unequal."""
-    weights = np.arange(documents) % 3 + 1
-    ends = (np.cumsum(weights) * seqlen) // weights.sum()
+SPREAD = 0.75  # standard deviation of the logarithm of lengths: of 63 the longest is 4.6 times the mean
+
+
+def document_ids(p: Pattern, seqlen: int) -> np.ndarray:
+    """Document of every position: lengths 1 : 2 : 3 : 1 : 2 : 3 ... of the sequence, so that they are unequal; or those
+    of a lognormal distribution at evenly spaced probabilities, shuffled alike each time."""
+    places = np.arange(p.document)
+    weights = places % 3 + 1.0
+    if p.lognormal:
+        shuffled = np.random.default_rng(0).permutation(places)
+        weights = np.exp([SPREAD * NormalDist().inv_cdf((i + 0.5) / p.document) for i in shuffled])
+    ends = np.cumsum(weights) * seqlen // weights.sum()
+    ends[-1] = seqlen  # however sums were rounded
     return np.searchsorted(ends, np.arange(seqlen), side="right").astype(np.int32)
 
 
@@ -119,7 +132,7 @@ def key_span(p: Pattern, sq: int, skv: int) -> tuple[np.ndarray, np.ndarray]:
     if p.windows:  # the widest
         lo, hi = np.maximum(lo, q - p.windows), np.minimum(hi, q + p.windows + 1)
     if p.document:
-        keys, queries = document_ids(p.document, skv), document_ids(p.document, sq)
+        keys, queries = document_ids(p, skv), document_ids(p, sq)
         lo = np.maximum(lo, np.searchsorted(keys, queries, side="left"))
         hi = np.minimum(hi, np.searchsorted(keys, queries, side="right"))
     keep = p.scattered(sq)
@@ -325,7 +338,7 @@ class Inputs:
         dout = torch.randn(shape, generator=g, device=device, dtype=w.torch_dtype)
         self, p = cls(q, k, v, dout), w.pattern
         if p.document:
-            self.ids = torch.from_numpy(document_ids(p.document, w.seqlen_kv))[None].to(device)
+            self.ids = torch.from_numpy(document_ids(p, w.seqlen_kv))[None].to(device)
         if p.cached:
             self.lengths = torch.from_numpy(filled(p, w.batch, w.seqlen_kv)).to(device)
         if p.windows:
