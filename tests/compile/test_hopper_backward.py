@@ -138,13 +138,13 @@ def test_one_sweep_of_other_head_dims(dim, options):
     """Of whole steps of columns; where two tiles of queries do not fit, warpgroups share the columns of one."""
     p = problem(dim, heads=(4, 2), **options)
     (config,) = Config.all(p)
-    assert sound(config) >= {"hopper_backward", "preprocess", "round_dq"}
+    assert sound(config, spills=16 if dim == 8 else 0) >= {"hopper_backward", "preprocess", "round_dq"}
     assert (config.dim, config.block) == (-(-dim // 16) * 16, 128 if dim <= 64 else 64)
     assert plan.choose_backward(p, DEVICE).kernel is SPEC
     assert sums(p) == 2 * 4 * 1024 * dim
 
 
-OF_ALL = {"documents": 0, "softcap": 140, "alibi": 0, "dropout": 0}  # words spilled
+OF_ALL = {"documents": 0, "softcap": 140, "alibi": 0, "dropout": 32}  # bytes spilled
 
 
 @pytest.mark.parametrize("name", OF_ALL)
@@ -164,11 +164,13 @@ def test_features_at_other_head_dims(dim, name):
     ),
 )  # fmt: skip
 def test_intervals_from_tables(dim, name, deterministic):
-    """A block keeps them in shared memory where there is room, and a table says which block begins when."""
+    """A table says which block begins when. Blocks keep intervals in shared memory where there is room: those that stay
+    need it for keys."""
     for config in Config.all(problem(dim, deterministic=deterministic, **from_tables(name))):
         assert "order_blocks" in sound(config, spills=8 if dim == 96 and deterministic else 0)
         assert config.ordered
-        assert config.shared_spans == (dim < 256)
+        assert config.shared_spans == (dim < (256 if deterministic else 96))
+        assert config.persistent == (not deterministic and dim < 256)
         assert config.defines()["MASK"] == (1 if name == "packed" else 2)
 
 

@@ -465,6 +465,17 @@ def test_heads_in_flight(driver, backward, options, keys, section):
     assert [values.get("section") for values in sweeps] == ([section] if one else [None] * len(sweeps))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dim", "heads", "section", "sectioned"),
+    [(1024, 128, 256, 17, 216), (4096, 128, 64, 5, 54), (16384, 128, 16, 2, 14), (512, 64, 1024, 33, 925), (4096, 128, 8, 5, 0)],
+)
+def test_the_last_heads_are_one_section(tokens, dim, heads, section, sectioned):
+    """Three blocks an SM, or as many as stay in 40 MiB of L2, but as many as others at least: SMs end together."""
+    q = torch.empty(1, tokens, heads, dim, dtype=torch.bfloat16, device="meta")
+    (config,) = backward_config.Config.all(Problem.of(Call(q, q, q, causal=True)))
+    assert config.sections(heads, 132) == {"section": section, "sectioned": sectioned}
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_launches_under_documents(driver, backward, deterministic):
     """Their tables are every call's own; before each sweep over them one launch says which block begins when."""

@@ -12,9 +12,6 @@
 #include "cuda/wgmma.cuh"
 
 constexpr int THREADS = 128 * (GROUPS + 1);
-#ifdef SECTIONED  // no other text has blocks that stay
-constexpr int SOON = 4;  // tiles: when so many are left to load, the next rows are claimed
-#endif
 constexpr int SECTION = 16;  // heads of which, under a mask, the longest blocks begin first: cuda/schedule.cuh
 
 struct Nothing { DEVICE void operator()() const {} };
@@ -42,6 +39,13 @@ struct Task {
     return gridDim.x;
 #endif
   }
+  static DEVICE int parts(const Params& t) {
+#if HEAD_PARTS
+    return t.parts;
+#else
+    return 1;
+#endif
+  }
   static DEVICE Task number(int index, const Params& t, const Shape& n, const Aux& x) {
     const int heads = KEYS ? n.heads_kv : n.heads_kv * n.group, tiles = ceil_div(KEYS ? n.seqlen_kv : n.seqlen_q, 64 * GROUPS);
 #if DADDED == 2
@@ -60,17 +64,18 @@ struct Task {
     return {t, n, x, found / tiles, at.head, found % tiles * 64 * GROUPS};
 #else
 #if SECTIONED
-    const int section = t.section;
+    const bool last = index >= t.sectioned * tiles;  // in the last section
+    const int before = last ? t.sectioned : 0, end = last ? sets(t) / tiles : t.sectioned;
+    Place at = locate<true>(index - before * tiles, {1, 1, 0, 0, tiles, (end - before) * tiles, last ? end : t.section});
+    at.head = at.batch + before, at.batch = at.head / (heads * parts(t)), at.head %= heads * parts(t);
 #else
-    const int section = SECTION;
+    const Place at = locate<MASK != 0>(index, {heads * parts(t), 1, 0, 0, tiles, sets(t), SECTION});
 #endif
 #if HEAD_PARTS
-    const Place at = locate<MASK != 0>(index, {heads * t.parts, 1, 0, 0, tiles, int(gridDim.x), section});
     Task found = {t, n, x, at.batch, at.head / t.parts, (tiles - 1 - at.tile) * 64 * GROUPS};
     found.part = at.head % t.parts;
     return found;
 #else
-    const Place at = locate<MASK != 0>(index, {heads, 1, 0, 0, tiles, sets(t), section});
     const int tile = KEYS ? tiles - 1 - at.tile : at.tile;  // causal: the longest are the last queries, the first keys
     return {t, n, x, at.batch, at.head, tile * 64 * GROUPS};
 #endif
@@ -139,18 +144,35 @@ struct Task {
   }
 #endif
 
+  // The same of the rows that a block holds, or those of a warpgroup; the last block may have more of these than rows for them
+  DEVICE Range look(int group, int g) const {
+    if (group < 0) return range(first, 64 * GROUPS, g);
+    const int own = first + 64 * group;
+    return own < held() ? range(own, 64, g) : Range{0, 0, 0, 0};
+  }
+  DEVICE Range tiles_of(int group, int g) const {
+#if PERSISTENT && ORDERED
+    const int at = 4 * (group + 2);
+    return {told(at), told(at + 1), told(at + 2), told(at + 3)};  // no head changes what tables tell
+#else
+    return look(group, g);
+#endif
+  }
+
 #if PERSISTENT
-  static constexpr int SPAN_BYTES = SHARED_SPANS * 16 * 64 * GROUPS, job_bytes = SPAN_BYTES + 16;  // and which rows they are
+  // which rows they are, and ranges of tiles that tables tell, behind their intervals
+  static constexpr int SPAN_BYTES = SHARED_SPANS * 16 * 64 * GROUPS, job_bytes = SPAN_BYTES + JOB_BYTES;
   DEVICE u32 job() const { return jobs.bars + 32 - AT_JOBS_END + AT_JOBS + jobs.stage() * job_bytes; }
   DEVICE bool take() {  // the next rows to hold, if there are any
     jobs.await_full();
 #if SHARED_SPANS
     spans = job();
 #endif
-    const auto read = [&, from = job() + SPAN_BYTES](int at) { return __shfl_sync(ALL, shared_load(from + at), 0); };
-    batch = read(0), head = read(4), first = read(8);
+    batch = told(0), head = told(1), first = told(2);
     return batch >= 0;
   }
+  DEVICE bool steps() const { return !MASK || told(3); }  // whether there is a tile to step over
+  DEVICE int told(int i) const { return __shfl_sync(ALL, shared_load(job() + SPAN_BYTES + 4 * i), 0); }
   DEVICE void leave() {  // by a warp that has read all of it
     __syncwarp();
     if ((threadIdx.x & 31) == 0) barrier_arrive(jobs.empty());
@@ -181,7 +203,28 @@ struct Task {
 #endif
       }
       const u32 at = job() + SPAN_BYTES;
-      if (lead) shared_store(at, index < all ? batch : -1), shared_store(at + 4, head), shared_store(at + 8, first);
+#if ORDERED
+      __syncwarp();
+#pragma unroll 1
+      for (int i = 0; index < all && i <= GROUPS; i++) {
+        const Range found = look(i - 1, 0);
+        const u32 to = at + 16 + 16 * i;
+        if (!lead) continue;
+        shared_store(to, found.begin), shared_store(to + 4, found.end);
+        shared_store(to + 8, found.full_begin), shared_store(to + 12, found.full_end);
+      }
+#endif
+      int some = 0;
+      if (MASK && index < all)
+#pragma unroll 1
+        for (int g = 0; g < rounds() && !some; g++) {
+          const Range found = range(first, 64 * GROUPS, g);
+          some = found.begin < found.end;
+        }
+      if (lead) {
+        shared_store(at, index < all ? batch : -1), shared_store(at + 4, head), shared_store(at + 8, first);
+        shared_store(at + 12, some);
+      }
       __syncwarp();
       if (lead) barrier_arrive(jobs.full());
       jobs.next();
@@ -192,8 +235,9 @@ struct Task {
   }
 #endif
 
-  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th round, after `begin` for the rows that are held, and
-  // `soon` before the last few. They are to hold rings by value: by reference these cost registers
+  // Calls `visit(g, j)` for each tile j that is stepped over in the g-th round, `begin` for the rows that are held, and `soon`
+  // before the last few. They are to hold rings by value: by reference these cost registers. Where blocks stay, the first tile
+  // comes before the held rows, as its stage is free earlier; and without a tile these do not come
 #if PERSISTENT
   template <class Begin, class Visit, class Soon = Nothing> DEVICE void walk(Begin begin, Visit visit, Soon soon = {}) {
 #pragma unroll 1
@@ -201,16 +245,20 @@ struct Task {
 #else
   template <class Begin, class Visit> DEVICE void walk(Begin begin, Visit visit) const {
 #endif
+#if !PERSISTENT
       begin();
+#endif
 #pragma unroll 1
       for (int g = 0; g < rounds(); g++) {
-        const Range tiles = range(first, 64 * GROUPS, g);
+        const Range tiles = tiles_of(-1, g);
 #if PERSISTENT
+        const int second = g ? -1 : tiles.begin + 1;
         const int few = g < rounds() - 1 ? -1 : imax(tiles.begin, tiles.end - SOON);
 #endif
 #pragma unroll 1
         for (int j = tiles.begin; j < tiles.end; j++) {
 #if PERSISTENT
+          if (j == second) begin();
           if (j == few) soon();
 #endif
 #if MASK == 3
@@ -220,6 +268,7 @@ struct Task {
 #endif
         }
 #if PERSISTENT
+        if (second >= tiles.end && steps()) begin();
         if (few >= tiles.end) soon();
 #endif
       }

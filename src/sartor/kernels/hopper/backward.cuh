@@ -10,7 +10,7 @@
 // A thread has 64 rows of a gradient in registers: all columns of two up to head dim 128, of one up to 256. dv alone wants
 // neither Y nor dp.
 //
-// Warpgroups share tiles and nothing else: while one makes weights, the others multiply.
+// Warpgroups share tiles and nothing else: while one makes weights, the others multiply (IN_TURNS: these wait until then).
 //
 // FUSED: KEYS computes dq too, which saves two products of seven. A warpgroup leaves its dS in shared memory,
 // and multiplies those of the block with the held keys a tile later, so that the other one may be half a tile behind. Its
@@ -36,6 +36,8 @@ using Tile = Staged<DIM, BLOCK, WIDTH>;
 using Half = Half16<BF16>;
 constexpr bool RISES = SCORE == 2 && DX;  // whether there are derivatives of the score function to multiply with
 constexpr int STEPS = DIM / 16, HELD = 1 + DX;  // HELD: tiles of a warpgroup
+// Where blocks stay there are keys of two sets of rows, then values of one; else each warpgroup's keys, then its values
+constexpr int KEYS_BYTES = GROUPS * Held::bytes, SETS = 1 + PERSISTENT, APART_BYTES = PERSISTENT ? Held::bytes : HELD * Held::bytes;
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : DRAWN ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : DRAWN ? 232 : 240;
 
@@ -52,7 +54,7 @@ constexpr bool EARLY = DIM > 64;  // registers let dq be the first of a tile's l
 // tensor (ADDED) and a tile of a bool one (SEEN), of each stage lse, delta and highest scores (BURIES) of its rows (KEYS)
 // and bits (SEEN, DRAWN), intervals of the held rows (SHARED_SPANS), barriers, room to begin on 1024
 using DsTile = Staged<64 * GROUPS, BLOCK, 64>;  // dS, queries by keys: a chunk a warpgroup
-constexpr int AT_STAGES = HELD * GROUPS * Held::bytes, STAGE_BYTES = (2 - APART) * Tile::bytes;
+constexpr int AT_STAGES = (HELD + PERSISTENT) * KEYS_BYTES, STAGE_BYTES = (2 - APART) * Tile::bytes;
 constexpr int AT_Y = AT_STAGES + STAGES * STAGE_BYTES;  // APART
 constexpr int AT_DS = AT_Y + APART * Tile::bytes;
 constexpr int AT_ADDED = AT_DS + FUSED * 2 * DsTile::bytes, AT_RAW = AT_ADDED + ADDED * DsTile::bytes;
@@ -62,21 +64,23 @@ enum : int { SLICE = 4, SLICE_BYTES = SLICE * 4 * 64 * GROUPS };  // rows of dS 
 constexpr int AT_SLICES = AT_RAW + RAW_BYTES, AT_ROWS = AT_SLICES + (DADDED == 2) * 4 * SLICE_BYTES;
 constexpr int DELTA = 4 * BLOCK, HIGH = 8 * BLOCK, BITS = (8 + 4 * BURIES) * BLOCK;
 constexpr int ROWS_BYTES = (KEYS ? (8 + 4 * BURIES + 16 * DRAWN) * BLOCK : 0) + RAW_BYTES / 8;
-constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + (1 + PERSISTENT) * (SHARED_SPANS * 16 * 64 * GROUPS + 16 * PERSISTENT);
+constexpr int SOON = 2;  // tiles: when so many are left to load, the next rows are claimed
+constexpr int JOB_BYTES = PERSISTENT * 16 * (1 + ORDERED * (1 + GROUPS));
+constexpr int AT_BARRIERS = AT_ROWS + STAGES * ROWS_BYTES + SETS * (SHARED_SPANS * 16 * 64 * GROUPS + JOB_BYTES);
 #if SHARED_SPANS
 constexpr int AT_SPANS = AT_ROWS + STAGES * ROWS_BYTES;
 static_assert(AT_SPANS == OFFSET_SPANS);
 #endif
 #if PERSISTENT
 constexpr int AT_JOBS = AT_ROWS + STAGES * ROWS_BYTES;  // which rows are held next, behind their intervals
-constexpr int AT_JOBS_END = AT_BARRIERS + 16 * (5 + STAGES);  // of the barriers of `jobs`
+constexpr int AT_JOBS_END = AT_BARRIERS + 16 * (6 + STAGES);  // of the barriers of `jobs`
 #endif
 static_assert(AT_STAGES == OFFSET_STAGES && AT_Y == OFFSET_Y && AT_DS == OFFSET_DS && AT_ROWS == OFFSET_ROWS);
 static_assert(AT_ADDED == OFFSET_ADDED && AT_RAW == OFFSET_RAW && AT_SLICES == OFFSET_SLICES);
 static_assert(!DADDED || (ADDED && !SEEN && !RISES));
 static_assert((!SEEN || MASK == 2) && (!(SEEN || ADDED) || (FUSED && !PERSISTENT)));
 static_assert(AT_BARRIERS == OFFSET_BARRIERS);
-static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + 4 * PERSISTENT : APART) + ADDED + PIECES) + 1024);
+static_assert(SHARED_BYTES == AT_BARRIERS + 16 * (1 + STAGES + (FUSED ? 2 + (4 + GROUPS) * PERSISTENT : APART) + ADDED + PIECES) + 1024);
 
 #if DRAWN
 enum : int { DRAWERS = 4 - PERSISTENT };  // warps that draw: all that load but the one that claims rows
@@ -86,7 +90,8 @@ static_assert(Drawing::BYTES == 16 * BLOCK && GROUPS == 2 && KEYS && !SEEN);
 
 struct Rings {
 #if PERSISTENT
-  Ring<1> held, held_y;  // keys, values
+  Ring<2> held;    // keys
+  Ring<1> values;  // of the first warpgroup; those of the others follow
 #else
   u32 held;  // a barrier
 #endif
@@ -102,17 +107,18 @@ struct Rings {
   Ring<PIECES> raw{ds.bars + 32 + 16 * ADDED};  // bytes of a bool tensor, of 32 queries each
 #endif
   DEVICE Rings(u32 base)
-      : held(base + AT_BARRIERS), tiles(base + AT_BARRIERS + 16), ds(tiles.bars + 16 * STAGES)
+      : held(base + AT_BARRIERS), tiles(base + AT_BARRIERS + 16 * SETS), ds(tiles.bars + 16 * STAGES)
 #if PERSISTENT
-        , held_y(base + AT_JOBS_END)
+        , values(base + AT_JOBS_END + 16)
 #endif
   {}
 #if PERSISTENT
-  DEVICE u32 loaded() const { return held_y.bars + 16; }  // when most tiles of a block's rows are on their way
+  DEVICE u32 loaded() const { return ds.bars + 64; }  // when most tiles of a block's rows are on their way
 #endif
   DEVICE void init() const {  // by one thread; a stage is full when its two tiles and what goes with its rows are there
 #if PERSISTENT
-    held.init(4 * GROUPS, GROUPS), held_y.init(4 * GROUPS, GROUPS);
+    held.init(4 * GROUPS, GROUPS);
+    for (int g = 0; g < GROUPS; g++) Ring<1>(values.bars + 16 * g).init(4);
     barrier_init(loaded(), 1);
     Ring<2>(ds.bars + 32).init(4 * GROUPS + 3);  // of jobs: three warps load
 #else
@@ -167,15 +173,16 @@ DEVICE void load(u32 base, Task task) {  // one warp; its first thread starts th
   const bool lead = (threadIdx.x & 31) == 0;
   Rings rings(base);
 #if PERSISTENT
-  const auto hold = [&, rings]() mutable {
-    const auto take = [&](Ring<1>& held, const TensorMap& map, u32 at) {
-      held.await_empty();
-      if (lead)
-        for (int g = 0; g < GROUPS; g++)
-          Held::load(base + HELD * g * Held::bytes + at, &map, held.full(), EVICT_FIRST, task.first + 64 * g, task.head, task.batch);
-      held.next();
-    };
-    take(rings.held, t.held_x, 0), take(rings.held_y, t.held_y, Held::bytes);
+  const auto hold = [&, keys = rings.held, values = rings.values]() mutable {
+    keys.await_empty();
+    UNROLL for (int g = 0; g < GROUPS; g++)
+      if (lead) Held::load(base + keys.stage() * KEYS_BYTES + g * Held::bytes, &t.held_x, keys.full(), EVICT_FIRST, task.first + 64 * g, task.head, task.batch);
+    keys.next();
+    UNROLL for (int g = 0; g < GROUPS; g++) {
+      barrier_wait(values.empty() + 16 * g, values.parity() ^ 1);
+      if (lead) Held::load(base + SETS * KEYS_BYTES + g * Held::bytes, &t.held_y, values.full() + 16 * g, EVICT_FIRST, task.first + 64 * g, task.head, task.batch);
+    }
+    values.next();
   };
 #else
   const auto hold = [&] {
@@ -344,15 +351,30 @@ struct Consumer : Worker {
   float dq[PART / 2];     // this thread's of the tile before
   int adding = -1;        // which tile of all that is; -1: none
 #endif
+#if PERSISTENT
+  Ring<2> keys;       // held with that tile: those of the rows before until the first dq of these rows is made
+  u32 left = 0;       // the barrier of a stage where gradients are that may not be stored yet
+#endif
 
   DEVICE Consumer(const Task& task, u32 base, int group)
       : Worker(task, base, group), rings(base)
 #if FUSED
         , ds(rings.ds)
 #endif
+#if PERSISTENT
+        , keys(rings.held)
+#endif
   {}
 
+#if PERSISTENT
+  DEVICE u32 keys_at() const { return base + keys.stage() * KEYS_BYTES; }
+  DEVICE u32 held_at() const { return base + rings.held.stage() * KEYS_BYTES + group * Held::bytes; }
+  DEVICE u32 values_at() const { return base + SETS * KEYS_BYTES + group * Held::bytes; }
+#else
+  DEVICE u32 keys_at() const { return base; }
   DEVICE u32 held_at() const { return base + HELD * group * Held::bytes; }
+  DEVICE u32 values_at() const { return held_at() + Held::bytes; }
+#endif
   DEVICE u32 stage_at() const { return base + AT_STAGES + rings.tiles.stage() * STAGE_BYTES; }
   DEVICE u32 rows_at_first() const { return base + AT_ROWS + rings.tiles.stage() * ROWS_BYTES; }
   DEVICE u32 rows_at() const { return rows_at_first() + 8 * (lane & 3); }
@@ -388,7 +410,8 @@ struct Consumer : Worker {
   }
 
   // ---- warpgroups take turns at the tensor cores: one multiplies while the other makes weights
-  static constexpr bool IN_TURNS = FUSED && BY_ROWS && MASK < 2 && !SHARED_SPANS;  // beyond head dim 64 turns cost 1 to 4 %
+  // beyond head dim 64 turns cost 1 to 4 %, beside a bias 6 to 12 %
+  static constexpr bool IN_TURNS = PLAIN && BY_ROWS && !SHARED_SPANS;
   DEVICE void await_turn() const { if (IN_TURNS) group_sync(8 + group, 256); }
   DEVICE void pass_turn() const { if (IN_TURNS) group_arrive(9 - group, 256); }
 
@@ -524,11 +547,11 @@ struct Consumer : Worker {
     static_assert(BLOCK == (BY_ROWS ? 128 : 64) && GROUPS == 2 && (BY_ROWS || WIDTH == 64 || (WIDTH == 32 && DIM == 80)));
     ds.await_full();
     const u32 own = along_k(ds_at(ds) + BY_ROWS * group * 64 * DsTile::row_bytes);
-    const u32 keys = across_k<Held>(base + !BY_ROWS * group * Held::chunk_bytes);
+    const u32 columns = across_k<Held>(keys_at() + !BY_ROWS * group * Held::chunk_bytes);
     wgmma_fence();
     UNROLL for (int k = 0; k < 4 * GROUPS; k++) {
       const u64 x = operand<DsTile>(own, k);
-      const u64 y = descriptor<Held>(keys + (k / 4 * 2 * Held::bytes + k % 4 * 16 * Held::row_bytes >> 4));
+      const u64 y = descriptor<Held>(columns + (k / 4 * APART_BYTES + k % 4 * 16 * Held::row_bytes >> 4));
       k ? Wgmma<PART>::ss<false, true>(dq, x, y) : Wgmma<PART>::ss<true, true>(dq, x, y);
     }
     wgmma_commit();
@@ -563,7 +586,7 @@ struct Consumer : Worker {
     pin(dp);
     wgmma_fence();
 #endif
-    if (DX) multiply_rows(dp, own_y, held_at() + Held::bytes, y);
+    if (DX) multiply_rows(dp, own_y, values_at(), y);
     pass_turn();
 #if DROPOUT && !DRAWN
     const int own = first() + (row & ~15);  // the first of the warp's rows
@@ -604,7 +627,7 @@ struct Consumer : Worker {
   DEVICE void step(int j, int g, bool partial, bool seen) {
     const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
     rings.tiles.await_full();
-    if (!(FUSED && (SHARED_SPANS || MASK == 3)) || seen) {
+    if (!(FUSED && (ORDERED || MASK == 3 || (MASK == 1 && !BY_ROWS))) || seen) {
       weigh_tile(x, y, j, g, partial);
     } else {  // only the other warpgroup sees something; without any product ptxas would serialise all
       UNROLL for (int i = 0; i < BLOCK / 4; i++) a[i] = b[i] = 0;
@@ -630,11 +653,26 @@ struct Consumer : Worker {
     add_dq();
     adding = number_of(j, g);
 #endif
+#if PERSISTENT
+    if (keys.place != rings.held.place) release();
+#endif
     wgmma_wait<0>();
     if (DX) pin(dx);
     if (DY) pin(dy);
     done(rings.tiles);
   }
+
+#if PERSISTENT
+  // Others may come where the rows before these were: their last dq is made, their gradients are stored
+  DEVICE void release() {
+    clear();
+    done(keys);
+  }
+  DEVICE void clear() {
+    if (lane == 0 && left) await_stores_read(), barrier_arrive(left);
+    left = 0;
+  }
+#endif
 
   // ---- epilogue
   DEVICE bool leave(const float (&sum)[COLUMNS / 2], u32 to, const TensorMap& map, float scale) const {
@@ -658,26 +696,26 @@ struct Consumer : Worker {
     constexpr float by = 1.f;
 #endif
     bool lost = false;
+#if PERSISTENT
+    constexpr int BOTH = STAGE_BYTES >= 2 * KEYS_BYTES;  // whether a stage has room for two gradients
+    rings.tiles.await_full();  // a stage without a tile
+    const u32 at = stage_at() + group * Held::bytes;
+    lost |= leave(dy, at, t.dy, by);
+    if (!BOTH) {
+      if (lane == 0) await_stores_read();
+      __syncwarp();
+    }
+    lost |= leave(dx, at + BOTH * KEYS_BYTES, t.dx, scale * by);
+    left = rings.tiles.empty();
+    rings.tiles.next();
+#else
     group_sync(1 + group, 128);  // all have multiplied with what gradients are staged in the place of
     if (DY) lost |= leave(dy, held_at() + (HELD - 1) * Held::bytes, t.dy, by);
 #if FUSED
     wgmma_wait<0>();
-#if PERSISTENT
-    done(rings.held);
-    add_dq();
-    adding = -1;
-    if (lane == 0) await_stores_read();
-    done(rings.held_y);
-    rings.tiles.await_full();  // a stage without a tile
-    lost |= leave(dx, stage_at() + group * Held::bytes, t.dx, scale * by);
-    if (lane == 0) await_stores_read();
-    done(rings.tiles);
-#else
     add_dq();
     group_sync(3, 256);  // the other one has multiplied these keys too
 #endif
-#endif
-#if !PERSISTENT
     if (DX) lost |= leave(dx, held_at(), t.dx, scale * by);
     if (lane == 0) await_stores_read();
 #endif
@@ -687,11 +725,16 @@ struct Consumer : Worker {
   DEVICE void run() {
     if (IN_TURNS && group == 1) group_arrive(8, 256);
 #if PERSISTENT
+    publish_ds();
 #pragma unroll 1
     while (task.take()) {
       work();
       task.leave();
     }
+    multiply_keys();
+    wgmma_wait<0>();
+    add_dq();
+    if (lane == 0) await_stores_read();
 #else
     work();
 #endif
@@ -710,19 +753,22 @@ struct Consumer : Worker {
     }
 #endif
 #if PERSISTENT
-    rings.held.await_full(), rings.held_y.await_full();
-    rings.ds.await_empty();
+    const bool steps = task.steps();
+    if (steps) {
+      rings.held.await_full();
+      barrier_wait(rings.values.full() + 16 * group, rings.values.parity());
+    }
 #else
     barrier_wait(rings.held, 0);
 #endif
-    load_own(own_x, held_at()), load_own(own_y, held_at() + Held::bytes);
-#if FUSED
+    load_own(own_x, held_at()), load_own(own_y, values_at());
+#if FUSED && !PERSISTENT
     publish_ds();  // before the first tile there are none: what is multiplied is not added
 #endif
     await_turn();
 #pragma unroll 1
     for (int g = 0; g < task.rounds(); g++) {
-      const Task::Range all = task.range(task.first, 64 * GROUPS, g);
+      const Task::Range all = task.tiles_of(-1, g);
 #if MASK == 3
 #pragma unroll 1
       for (int j = all.begin; j < all.end; j++) {
@@ -731,8 +777,7 @@ struct Consumer : Worker {
         step(task.tile(j), g, at >= 0, at > -2);
       }
 #else
-      Task::Range own = {0, 0, 0, 0};  // the last block may have more warpgroups than rows for them
-      if (first() < task.held()) own = task.range(first(), 64, g);
+      const Task::Range own = task.tiles_of(group, g);
 #pragma unroll 1
       for (int j = all.begin; j < all.end; j++) {
         if (!FUSED && (j < own.begin || j >= own.end)) {
@@ -747,10 +792,21 @@ struct Consumer : Worker {
 #endif
     }
     pass_turn();
-#if FUSED
+#if PERSISTENT
+    if (steps) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(rings.values.empty() + 16 * group);
+      rings.values.next(), rings.held.next();
+    } else {
+      clear();
+    }
+#elif FUSED
     multiply_keys();
 #endif
     finish();
+#if PERSISTENT
+    if (!steps) clear();
+#endif
   }
 };
 

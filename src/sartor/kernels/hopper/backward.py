@@ -11,7 +11,7 @@ dim 128 registers hold one gradient: dk and dv are two launches.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -19,8 +19,7 @@ from sartor.device import Device, capturing
 from sartor.features import BIAS_GRADIENT, BITS_16, COMMON, DROPOUT, PAIRS, SCORE, SHARED_LSE
 from sartor.kernels import blocks
 from sartor.kernels.hopper import arch
-from sartor.kernels.hopper.arch import REPAIR_TILE
-from sartor.kernels.hopper.backward_config import Config, partial_sums, sums
+from sartor.kernels.hopper.backward_config import BOTH, Config, partial_sums, sums
 from sartor.kernels.hopper.backward_launches import Ready
 from sartor.kernels.hopper.backward_problem import (
     ADDED,
@@ -38,6 +37,10 @@ from sartor.kernels.triton.backward import TritonBackward
 from sartor.problem import Problem
 
 DIMS = range(64, 257, 8)  # of several sweeps: registers hold no more; narrower ones wait for exponentials
+
+# Tiles of what computes marked ones again; a mark is for 64 rows. The second are for 65 to 128 columns: there threads would
+# spill with the first, and a launch that finds no mark took 5 us, not 3.
+REPAIRS = (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)), (Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))
 
 
 class HopperBackward(TritonBackward):
@@ -103,7 +106,8 @@ class HopperBackward(TritonBackward):
     def repairs(self, plan: Plan, x: Operands, saved: Saved, work: dict[str, torch.Tensor]) -> list[launch.Launch]:
         """The launches of `triton_backward` over what was marked."""
         p, shared = plan.problem, self._shared(plan, x, work["dout"], work)
-        marked = self._dkdv(p, REPAIR_TILE, shared, work), self._dq(p, cast(Tile, REPAIR_TILE.then), shared, work)
+        of_keys, of_queries = REPAIRS[64 < p.dim <= BOTH]
+        marked = self._dkdv(p, of_keys, shared, work), self._dq(p, of_queries, shared, work)
         return [step.repair(plan.device) for step in marked]
 
     def notes(self, p: Problem) -> Iterable[str]:

@@ -57,7 +57,9 @@ ROUND = Params(
 )
 # Where tables tell the intervals of held rows, the order of blocks and how many there are
 ORDERED = PARAMS.followed_by({"order": "int*", "blocks": "int"})
-SECTIONED = PARAMS.followed_by({"section": "int"})  # heads whose blocks begin together, the longest first
+L2_ROOM = 40 << 20  # for what a section steps over and adds to: with 100 MB its blocks took 15 % longer, with 34 none
+# Heads whose blocks begin together, the longest first; heads in such sections, those that follow are one.
+SECTIONED = PARAMS.followed_by({"section": "int", "sectioned": "int"})
 DROPPED = {of: of.followed_by(DROPOUT) for of in (PARAMS, ORDERED, SECTIONED)}  # the same with dropout
 LISTED = {of: of.followed_by(blocks.PARAMETERS) for of in (PARAMS, SECTIONED)}  # with a block list
 SEES = {"seen": "TensorMap", "seen_by_item": "int", "seen_by_head": "int"}  # a bool tensor, and the same of its places
@@ -151,7 +153,7 @@ class Config:
     def stages(self) -> int:
         """Pairs of tiles stepped over that shared memory has room for."""
         return max(
-            (n for n in (1, 2, 3, 4) if self.laid_out(n, self.shared_spans).size <= arch.SHARED_BYTES), default=0
+            (n for n in (1, 2, 3, 4) if self.fits(n, self.shared_spans, self.persistent)), default=0
         )
 
     @cached_property
@@ -161,10 +163,12 @@ class Config:
 
     @cached_property
     def persistent(self) -> bool:
-        """Whether a block holds one set of rows after another: in one sweep, where registers are left for it. With 128
-        columns, looking at pairs, derivatives of scores and dropout leave none."""
+        """Whether a block holds one set of rows after another, in one sweep: where registers are left for it, which with
+        128 columns looking at pairs, derivatives of scores and dropout need, and where shared memory has room for a second
+        set of keys beside three stages, one of which gradients leave through."""
         spares = self.dim < BOTH or (mask(self.p) < 2 and change(self.p) < 2 and not self.p.dropout_p)
-        return self.fused and not self.near and parts(self.p) == 1 and (spares or self.ordered)
+        stays = self.fused and not self.near and parts(self.p) == 1 and (spares or self.ordered)
+        return stays and self.fits(3, False, True)
 
     @cached_property
     def claims(self) -> bool:
@@ -194,14 +198,23 @@ class Config:
 
     @cached_property
     def sectioned(self) -> bool:
-        """Whether a launch says how many heads are in flight: under a mask, of one sweep. It is as few as have a block
+        """Whether a launch says how many heads are in flight: under a mask, of one sweep. They are as few as have a block
         for every SM: what they step over and add to stays in L2."""
         return self.fused and not self.ordered and mask(self.p) > 0 and dadded(self.p) < 2
 
+    def sections(self, heads: int, sms: int) -> dict[str, int]:
+        """Of so many heads. The last section is to give every SM three blocks, the shortest at the end: with as few as the
+        others have, SMs were idle for 4 to 8 % of a causal launch's time. What it reads and adds to stays in L2 too."""
+        p, blocks = self.p, self.blocks
+        section, last = -(-sms // blocks), -(-3 * sms // blocks)
+        each = p.batch * p.heads_q * p.seqlen_q * (2 * (p.dim + p.dim_v) + 4 * p.dim)  # times the heads
+        fit = L2_ROOM * heads // max(1, each)
+        return {"section": section, "sectioned": max(heads - max(section, min(last, fit)), 0)}
+
     @cached_property
     def shared_spans(self) -> bool:
-        """Whether intervals of held rows, which tables tell, are in shared memory: where it leaves two stages."""
-        return from_tables(self.p, self.keys) and self.laid_out(2, True).size <= arch.SHARED_BYTES
+        """Whether intervals of held rows, which tables tell, are in shared memory: where it leaves stages enough."""
+        return self.ordered and self.fits(2 + self.persistent, True, self.persistent)
 
     @property
     def shared_bytes(self) -> int:
@@ -211,26 +224,31 @@ class Config:
     @cached_property
     def layout(self) -> Layout:
         """Of shared memory."""
-        return self.laid_out(self.stages, self.shared_spans)
+        return self.laid_out(self.stages, self.shared_spans, self.persistent)
 
-    def laid_out(self, stages: int, spans: bool) -> Layout:
-        """Shared memory with so many stages: held tiles, stepped tiles, dS of two, what goes with rows, intervals
-        of the held ones, barriers."""
+    def fits(self, *of: Any) -> bool:
+        """Whether shared memory has room for this, see `laid_out`."""
+        return self.laid_out(*of).size <= arch.SHARED_BYTES
+
+    def laid_out(self, stages: int, spans: bool, persistent: bool) -> Layout:
+        """Shared memory with so many stages: held tiles of one set of rows or two (`persistent`), stepped tiles, dS of two,
+        what goes with rows, intervals of the held ones (`spans`), barriers."""
         row = 2 * self.width * -(-self.dim // self.width)
         tile, held = self.block * row, 1 if self.gradients == ("dv",) else 2
-        barriers = 1 + stages + (2 + 4 * self.persistent if self.fused else int(self.apart)) + (self.added is not None)
+        barriers = 1 + stages + (2 + (4 + self.groups) * persistent if self.fused else int(self.apart)) + (self.added is not None)
         barriers += (self.seen > 0) * self.block // 32
-        told = spans * self.groups * 16 * arch.ROWS + 16 * self.persistent  # and which rows they are
+        told = spans * self.groups * 16 * arch.ROWS
+        told += persistent * 16 * (1 + self.ordered * (1 + self.groups))  # which rows they are, ranges of tiles
         keys = self.groups * arch.ROWS
         raw, added = (self.seen > 0) * self.block * keys, self.added is not None
         slices = (dadded(self.p) == 2) * 4 * 4 * SLICE * keys
         drawn = self.fused and self.p.dropout_p > 0
         numbers = (8 + 4 * self.p.program.buries + 16 * drawn) * self.block * self.keys
         return Layout(
-            held=held * self.groups * arch.ROWS * row, stages=stages * (1 if self.apart else 2) * tile,
+            held=(held + persistent) * self.groups * arch.ROWS * row, stages=stages * (1 if self.apart else 2) * tile,
             y=tile if self.apart else 0, ds=2 * 2 * arch.ROWS * self.block * self.groups if self.fused else 0,
             added=added * 2 * self.block * keys, raw=raw, slices=slices, rows=stages * (numbers + raw // 8),
-            spans=(1 + self.persistent) * told, barriers=16 * barriers, start=1024,
+            spans=(1 + persistent) * told, barriers=16 * barriers, start=1024,
         )  # fmt: skip
 
     def defines(self) -> dict[str, Any]:

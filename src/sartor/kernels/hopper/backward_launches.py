@@ -97,11 +97,11 @@ class Step:
         fixed |= {"factor": launch.LOG2_E * (1 if change(p) else p.softmax_scale), "scale": p.softmax_scale}
         fixed |= dropout.numbers(p.dropout_p) if p.dropout_p else {}
         fixed |= {"blocks": p.batch * m.blocks} if m.ordered else {}
-        fixed |= {"section": -(-sms // m.blocks)} if m.sectioned else {}
         fixed |= {"rows": padded_rows(p)} if p.program.buries else {}
         fixed |= {} if found is None else found.arguments
         params = expressions.passed(m.kernels[0], p.program)
-        grid = p.batch * (p.heads_kv if m.keys else p.heads_q) * m.blocks
+        heads, shared = p.batch * (p.heads_kv if m.keys else p.heads_q), parts(p)
+        grid = heads * m.blocks
         mapped = dict(zip(MAPPED, ("k", "v", "q", "dout") if m.keys else ("q", "dout", "k", "v"), strict=True))
         mapped |= {"dx": dx, "dy": dy}
         rows = dict(zip(MAPPED, (64, 64, m.block, m.block), strict=True))  # a box; of gradients a warp's
@@ -116,8 +116,9 @@ class Step:
         maps = {at: host.maps(tensors[name], (rows.get(at, 16), 1), m.width) for at, name in mapped.items()}
         if p.program.buries:
             others |= {"gain": "gain", "lse": "log2_sum"}
-        if parts(p) > 1:
-            others, fixed, grid = others | {"partial": "partial"}, fixed | {"parts": parts(p)}, grid * parts(p)
+        fixed |= m.sections(heads * shared, sms) if m.sectioned else {}
+        if shared > 1:
+            others, fixed, grid = others | {"partial": "partial"}, fixed | {"parts": shared}, grid * shared
         if m.hides is not None:
             others["seen"], (maps["seen"], own) = (
                 f"a{m.hides}",

@@ -28,12 +28,13 @@ template <bool WIDE_ROW> struct Eight {  // neighbouring elements of a row
 extern "C" __global__ void __launch_bounds__(128) preprocess(PREPROCESS_PARAMETERS) {
   __shared__ float found[64];
   const int slices = FUSED ? ceil_div(seqlen_q, BLOCK) * BLOCK / 64 : ceil_div(seqlen_q, 64);
-  const int flat = blockIdx.x / slices, slice = blockIdx.x - flat * slices, first = 64 * slice;
-  const int batch = flat / heads_q, head = flat - batch * heads_q;
-#if FUSED
-  float4* zero = reinterpret_cast<float4*>(sums + (i64(flat) * slices + slice) * (64 * COLUMNS));
-  UNROLL for (int i = 0; i < COLUMNS / 8; i++) zero[128 * i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+#if FUSED  // the last heads first: the sweep takes the first ones first, and finds in L2 what was read and zeroed last
+  const int place = gridDim.x - 1 - blockIdx.x;
+#else
+  const int place = blockIdx.x;
 #endif
+  const int flat = place / slices, slice = place - flat * slices, first = 64 * slice;
+  const int batch = flat / heads_q, head = flat - batch * heads_q;
 #if PERSISTENT && !ORDERED
   if (blockIdx.x == 0 && threadIdx.x == 0) *claimed = 0;
 #endif
@@ -50,6 +51,12 @@ extern "C" __global__ void __launch_bounds__(128) preprocess(PREPROCESS_PARAMETE
       x[i].read(out + (2 + 2 * WIDE) * row * out_row, eight, there);
       y[i].read(dout + 2 * row * dout_row, eight, there);
     }
+#if FUSED
+    if (from == 0) {  // while these are on their way
+      float4* zero = reinterpret_cast<float4*>(sums + (i64(flat) * slices + slice) * (64 * COLUMNS));
+      UNROLL for (int i = 0; i < COLUMNS / 8; i++) zero[128 * i + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+#endif
     UNROLL for (int i = 0; i < DEPTH; i++) {
       float a[8], b[8], sum = 0.f;
       x[i].widen(a), y[i].widen(b);
