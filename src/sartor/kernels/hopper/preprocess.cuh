@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(128) preprocess(PREPROCESS_PARAMETE
 #if FUSED  // the last heads first: the sweep takes the first ones first, and finds in L2 what was read and zeroed last
   const int place = gridDim.x - 1 - blockIdx.x;
 #else
-  const int place = blockIdx.x;
+  const u32 place = blockIdx.x;
 #endif
   const int flat = place / slices, slice = place - flat * slices, first = 64 * slice;
   const int batch = flat / heads_q, head = flat - batch * heads_q;
