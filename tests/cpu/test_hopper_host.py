@@ -467,7 +467,13 @@ def test_heads_in_flight(driver, backward, options, keys, section):
 
 @pytest.mark.parametrize(
     ("tokens", "dim", "heads", "section", "sectioned"),
-    [(1024, 128, 256, 17, 216), (4096, 128, 64, 5, 54), (16384, 128, 16, 2, 14), (512, 64, 1024, 33, 925), (4096, 128, 8, 5, 0)],
+    [
+        (1024, 128, 256, 17, 216),
+        (4096, 128, 64, 5, 54),
+        (16384, 128, 16, 2, 14),
+        (512, 64, 1024, 33, 925),
+        (4096, 128, 8, 5, 0),
+    ],
 )
 def test_the_last_heads_are_one_section(tokens, dim, heads, section, sectioned):
     """Three blocks an SM, or as many as stay in 40 MiB of L2, but as many as others at least: SMs end together."""

@@ -38,8 +38,8 @@ from sartor.problem import Problem
 
 DIMS = range(64, 257, 8)  # of several sweeps: registers hold no more; narrower ones wait for exponentials
 
-# Tiles of what computes marked ones again; a mark is for 64 rows. The second are for 65 to 128 columns: there threads would
-# spill with the first, and a launch that finds no mark took 5 us, not 3.
+# Tiles of what computes marked ones again; a mark is for 64 rows. The second are for 65 to 128 columns: there threads
+# would spill with the first, and a launch that finds no mark took 5 us, not 3.
 REPAIRS = (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)), (Tile(32, 64, 8, 1), Tile(64, 32, 8, 1))
 
 

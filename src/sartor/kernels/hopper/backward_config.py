@@ -152,9 +152,7 @@ class Config:
     @cached_property
     def stages(self) -> int:
         """Pairs of tiles stepped over that shared memory has room for."""
-        return max(
-            (n for n in (1, 2, 3, 4) if self.fits(n, self.shared_spans, self.persistent)), default=0
-        )
+        return max((n for n in (1, 2, 3, 4) if self.fits(n, self.shared_spans, self.persistent)), default=0)
 
     @cached_property
     def ordered(self) -> bool:
@@ -163,9 +161,9 @@ class Config:
 
     @cached_property
     def persistent(self) -> bool:
-        """Whether a block holds one set of rows after another, in one sweep: where registers are left for it, which with
-        128 columns looking at pairs, derivatives of scores and dropout need, and where shared memory has room for a second
-        set of keys beside three stages, one of which gradients leave through."""
+        """Whether a block holds one set of rows after another, in one sweep: where registers are left for it, which
+        with 128 columns looking at pairs, derivatives of scores and dropout need, and where shared memory has room for
+        a second set of keys beside three stages, one of which gradients leave through."""
         spares = self.dim < BOTH or (mask(self.p) < 2 and change(self.p) < 2 and not self.p.dropout_p)
         stays = self.fused and not self.near and parts(self.p) == 1 and (spares or self.ordered)
         return stays and self.fits(3, False, True)
@@ -198,13 +196,14 @@ class Config:
 
     @cached_property
     def sectioned(self) -> bool:
-        """Whether a launch says how many heads are in flight: under a mask, of one sweep. They are as few as have a block
-        for every SM: what they step over and add to stays in L2."""
+        """Whether a launch says how many heads are in flight: under a mask, of one sweep. They are as few as have a
+        block for every SM: what they step over and add to stays in L2."""
         return self.fused and not self.ordered and mask(self.p) > 0 and dadded(self.p) < 2
 
     def sections(self, heads: int, sms: int) -> dict[str, int]:
-        """Of so many heads. The last section is to give every SM three blocks, the shortest at the end: with as few as the
-        others have, SMs were idle for 4 to 8 % of a causal launch's time. What it reads and adds to stays in L2 too."""
+        """Of so many heads. The last section is to give every SM three blocks, the shortest at the end: with as few as
+        the others have, SMs were idle for 4 to 8 % of a causal launch's time. What it reads and adds to stays in L2
+        too."""
         p, blocks = self.p, self.blocks
         section, last = -(-sms // blocks), -(-3 * sms // blocks)
         each = p.batch * p.heads_q * p.seqlen_q * (2 * (p.dim + p.dim_v) + 4 * p.dim)  # times the heads
@@ -231,12 +230,12 @@ class Config:
         return self.laid_out(*of).size <= arch.SHARED_BYTES
 
     def laid_out(self, stages: int, spans: bool, persistent: bool) -> Layout:
-        """Shared memory with so many stages: held tiles of one set of rows or two (`persistent`), stepped tiles, dS of two,
-        what goes with rows, intervals of the held ones (`spans`), barriers."""
+        """Shared memory with so many stages: held tiles of one set of rows or two (`persistent`), stepped tiles, dS of
+        two, what goes with rows, intervals of the held ones (`spans`), barriers."""
         row = 2 * self.width * -(-self.dim // self.width)
         tile, held = self.block * row, 1 if self.gradients == ("dv",) else 2
-        barriers = 1 + stages + (2 + (4 + self.groups) * persistent if self.fused else int(self.apart)) + (self.added is not None)
-        barriers += (self.seen > 0) * self.block // 32
+        barriers = 1 + stages + (2 + (4 + self.groups) * persistent if self.fused else int(self.apart))
+        barriers += (self.added is not None) + (self.seen > 0) * self.block // 32
         told = spans * self.groups * 16 * arch.ROWS
         told += persistent * 16 * (1 + self.ordered * (1 + self.groups))  # which rows they are, ranges of tiles
         keys = self.groups * arch.ROWS

@@ -25,7 +25,8 @@ class Face(NamedTuple):
 
 
 def _not_packed(w: Workload, device: torch.device) -> str:
-    fits = w.batch == 1 and w.pattern.document and replace(w.pattern, causal="", document=0, lognormal=False) == Pattern()
+    alone = replace(w.pattern, causal="", document=0, lognormal=False) == Pattern()
+    fits = w.batch == 1 and w.pattern.document and alone
     return "" if fits else "is for documents of one batch item, causal or not"
 
 

@@ -55,8 +55,8 @@ class Pattern:
             match = PARTS.fullmatch(part)
             if match is None:
                 known = (
-                    "full, causal, causal_top_left, windowN, documentN, lognormalN, prefixN, nattenN, dilatedN, windowsN, softcapN,"
-                    " alibi, relative, bias, learned, tensor, cached"
+                    "full, causal, causal_top_left, windowN, documentN, lognormalN, prefixN, nattenN, dilatedN,"
+                    " windowsN, softcapN, alibi, relative, bias, learned, tensor, cached"
                 )
                 raise ValueError(f"mask part must be one of {known}, got {part!r}")
             numbers = {k: int(v) for k, v in match.groupdict().items() if v is not None}
