@@ -28,11 +28,8 @@ template <bool WIDE_ROW> struct Eight {  // neighbouring elements of a row
 extern "C" __global__ void __launch_bounds__(128) preprocess(PREPROCESS_PARAMETERS) {
   __shared__ float found[64];
   const int slices = FUSED ? ceil_div(seqlen_q, BLOCK) * BLOCK / 64 : ceil_div(seqlen_q, 64);
-#if FUSED  // the last heads first: the sweep takes the first ones first, and finds in L2 what was read and zeroed last
-  const int place = gridDim.x - 1 - blockIdx.x;
-#else
-  const u32 place = blockIdx.x;
-#endif
+  // The last heads first where FUSED: the sweep takes the first ones first, and finds in L2 what was read and zeroed last.
+  const int place = FUSED ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int flat = place / slices, slice = place - flat * slices, first = 64 * slice;
   const int batch = flat / heads_q, head = flat - batch * heads_q;
 #if PERSISTENT && !ORDERED

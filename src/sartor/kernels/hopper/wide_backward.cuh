@@ -306,17 +306,17 @@ template <bool SECOND> struct Consumer : Worker {
         step<false>(last, g, ragged || (MASK && (last < own.full_begin || last >= own.full_end)), tile + i64(DsTile::bytes) * last);
     }
     finish();
-    if (SECOND && lane == 0) await_stores();
+    if (lane == 0) await_stores_read();
   }
   // ---- epilogue
   DEVICE void finish() {
     const Params& t = task.t;
-    const int own = first() + row, end = task.held();
-    u16* to = SECOND ? t.dk + task.batch * t.dk_batch + task.head * t.dk_head
-                     : t.dv + task.batch * t.dv_batch + task.head * t.dv_head;
-    bool lost;
-    if constexpr (SECOND) lost = store_rows<Half, COLUMNS_QK>(sum, to, t.dk_row, scale, own, end);
-    else lost = store_rows<Half, COLUMNS>(sum, to, t.dv_row, 1.f / LIFTED, own, end);
+    const int end = task.held();
+    const float by = SECOND ? scale : 1.f / LIFTED;
+    group_sync(2, 256);  // none multiplies with keys or values any more
+    using Own = Either<SECOND, OfKeys, OfValues>;
+    bool lost = leave_rows<Half, Own, SECOND ? COLUMNS_QK : COLUMNS>(
+        sum, base + (SECOND ? AT_K : AT_V), SECOND ? t.dk : t.dv, by, first(), task.head, task.batch, end);
     if (MASK) {
       lost = group_any(1, lost, 256);  // of both
       const int flat = task.batch * task.heads_held() + task.head;

@@ -19,7 +19,7 @@ from sartor.device import Device
 from sartor.features import BITS_16, COMMON, DIM_V, SHARED_LSE
 from sartor.kernels.cuda import expressions, host
 from sartor.kernels.cuda.layout import Layout
-from sartor.kernels.cuda.params import LENGTHS, Params, of_lengths, of_strides, strides
+from sartor.kernels.cuda.params import LENGTHS, Params, of_lengths
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper import pieces as cutting
 from sartor.kernels.hopper.backward import HopperBackward
@@ -40,19 +40,19 @@ DKDV = Params(
     "wide_dkdv",
     k="TensorMap", v="TensorMap", q="TensorMap", dout="TensorMap",
     lse="const float*", delta="const float*",  # (batch, heads_q, rows_pitch), lse as log2
-    dk="u16*", dv="u16*",
+    dk="TensorMap", dv="TensorMap",  # of a warp's 16 rows
     marks="int*",  # one for 64 keys of a head
     ds="u8*",  # tiles, see wide.cuh
     written="int*", zeros="u8*",  # see `write_visited`
-    **strides("dk"), **strides("dv"), **LENGTHS, factor="float", scale="float", **PIECE,
+    **LENGTHS, factor="float", scale="float", **PIECE,
 )  # fmt: skip
 DQ = Params(
     "wide_dq",
     k="TensorMap", ds="const u8*", written="const int*", zeros="const u8*",
     carry="float*",  # dq, unscaled: tiles of 64 queries, as threads have them
-    dq="u16*",
+    dq="TensorMap",  # of a warp's 16 rows
     marks="int*",  # one for 64 queries of a head
-    **strides("dq"), **LENGTHS, scale="float", **PIECE,
+    **LENGTHS, scale="float", **PIECE,
     resumes="int", ends="int",  # whether earlier launches had keys of these heads, whether later ones have none
     folds="int",  # whether a block has a tile from either end
 )  # fmt: skip
@@ -280,13 +280,12 @@ class Cuts:
         """The first launch of a piece; `tensors` are like q, k, v, dout and the gradients."""
         m, (fixed, reads) = OfKeys(self.p), expressions.split(aux, self.p.program)
         fixed |= self.fixed(piece) | {"factor": launch.LOG2_E * self.p.softmax_scale}
-        for name in ("dk", "dv"):
-            fixed |= of_strides(name, launch.strides(tensors[name]))
         params = expressions.passed(DKDV, self.p.program)
         of, of_v = m.widths
         widths = {"k": of, "q": of, "v": of_v, "dout": of_v}
         maps = {name: host.maps(tensors[name], (64, 1), width) for name, width in widths.items()}
-        names = dict.fromkeys(("dk", "dv", "delta", "ds", "written", "zeros", *widths))
+        maps |= {"dk": host.maps(tensors["dk"], (16, 1), of), "dv": host.maps(tensors["dv"], (16, 1), of_v)}
+        names = dict.fromkeys(("delta", "ds", "written", "zeros", *maps))
         named = {name: name for name in names} | {"lse": "lse_log2", "marks": "bad_kv"} | reads
         return Step(nvrtc.Kernel(binary, params, 384, m.shared_bytes, fixed), piece.heads * piece.tiles, named, maps)
 
@@ -295,14 +294,14 @@ class Cuts:
         m, pairs = OfQueries(self.p), piece.heads * self.p.group * -(-self.shape.queries // 2)
         folds = self.skew != cutting.NONE and pairs < FOLDS * self.sms
         fixed, reads = expressions.split(aux, self.p.program)
-        fixed |= self.fixed(piece) | of_strides("dq", launch.strides(tensors["dq"]))
+        fixed |= self.fixed(piece)
         fixed |= {
             "resumes": int(piece.first_tile > 0), "ends": int(piece.first_tile + piece.tiles == self.shape.keys),
             "folds": int(folds),
         }  # fmt: skip
         params = expressions.passed(DQ, self.p.program)
         names = {name: name for name in ("k", "ds", "written", "zeros", "carry", "dq")} | {"marks": "bad_q"} | reads
-        maps = {"k": host.maps(tensors["k"], (64, 1), m.widths[0])}
+        maps = {name: host.maps(tensors[name], (rows, 1), m.widths[0]) for name, rows in (("k", 64), ("dq", 16))}
         return Step(nvrtc.Kernel(binary, params, 384, m.shared_bytes, fixed), pairs, names, maps)
 
 

@@ -95,7 +95,7 @@ DEVICE void load(u32 base, const TilePair& pair) {
 // ---- consumer warpgroup: sums from the launch before, mainloop, epilogue
 DEVICE void multiply(u32 base, const TilePair& pair, int group) {
   const Params& t = pair.t;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, tile = pair.tile(group);
+  const int lane = threadIdx.x & 31, tile = pair.tile(group);
   float sum[DIM / 2];
   const i64 kept = i64(pair.slot) * pair.piece.queries + tile;
   float4* carry = reinterpret_cast<float4*>(t.carry) + kept * (16 * DIM) + (threadIdx.x & 127);
@@ -139,8 +139,10 @@ DEVICE void multiply(u32 base, const TilePair& pair, int group) {
         carry[128 * i] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
     return;
   }
-  u16* to = t.dq + pair.batch * t.dq_batch + pair.head * t.dq_head;
-  bool lost = store_rows<Half, COLUMNS>(sum, to, t.dq_row, t.scale, 64 * tile + 16 * warp + (lane >> 2), pair.n.seqlen_q);
+  group_sync(3, 256);  // both are done with all stages
+  bool lost = leave_rows<Half, Keys, COLUMNS>(
+      sum, base + group * STAGE_BYTES, t.dq, t.scale, 64 * tile, pair.head, pair.batch, pair.n.seqlen_q);
+  if (lane == 0) await_stores_read();
   if (MASK) {
     lost = group_any(1 + group, lost);
     const int flat = pair.batch * pair.n.heads_kv * pair.n.group + pair.head, slices = pair.piece.queries;
