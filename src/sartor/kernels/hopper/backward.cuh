@@ -37,7 +37,7 @@ using Half = Half16<BF16>;
 constexpr bool RISES = SCORE == 2 && DX;  // whether there are derivatives of the score function to multiply with
 constexpr int STEPS = DIM / 16, HELD = 1 + DX;  // HELD: tiles of a warpgroup
 // Where blocks stay there are keys of two sets of rows, then values of one; else each warpgroup's keys, then its values
-constexpr int KEYS_BYTES = GROUPS * Held::bytes, SETS = 1 + PERSISTENT, APART_BYTES = PERSISTENT ? Held::bytes : HELD * Held::bytes;
+constexpr int KEYS_BYTES = GROUPS * Held::bytes, SETS = 1 + PERSISTENT, KEYS_APART = PERSISTENT ? Held::bytes : HELD * Held::bytes;
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : DRAWN ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : DRAWN ? 232 : 240;
 
@@ -551,7 +551,7 @@ struct Consumer : Worker {
     wgmma_fence();
     UNROLL for (int k = 0; k < 4 * GROUPS; k++) {
       const u64 x = operand<DsTile>(own, k);
-      const u64 y = descriptor<Held>(columns + (k / 4 * APART_BYTES + k % 4 * 16 * Held::row_bytes >> 4));
+      const u64 y = descriptor<Held>(columns + (k / 4 * KEYS_APART + k % 4 * 16 * Held::row_bytes >> 4));
       k ? Wgmma<PART>::ss<false, true>(dq, x, y) : Wgmma<PART>::ss<true, true>(dq, x, y);
     }
     wgmma_commit();
