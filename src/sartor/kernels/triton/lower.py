@@ -51,6 +51,24 @@ def compiled_for(kernel: Any, arguments: dict[str, Any], tile: Tile, arch: int) 
     return triton.compile(source_of(kernel, arguments), target=target, options=compile_options(tile))
 
 
+def settled(compiled: Any, arch: int) -> bytes:
+    """The cubin of a compiled kernel as ptxas makes it at addresses that are not random: at those, it gives registers
+    other numbers from run to run, of one PTX. As Triton made it where `setarch` (util-linux) can't switch that off, or
+    a release of Triton names ptxas otherwise."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        ptx.write_text(compiled.asm["ptx"])
+        options = ["-lineinfo", f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"]
+        options += [] if getattr(compiled.metadata, "enable_fp_fusion", True) else ["--fmad=false"]
+        try:
+            from triton.backends.nvidia.compiler import get_ptxas
+
+            _output("setarch", "-R", get_ptxas(arch).path, *options, ptx, "-o", cubin)
+        except (ImportError, AttributeError, OSError, subprocess.CalledProcessError):
+            return compiled.asm["cubin"]  # type: ignore[no-any-return]
+        return cubin.read_bytes()
+
+
 def trace(source: ASTSource, tile: Tile, arch: int) -> None:
     """Only the first stage, Triton's own, which says what a kernel's Python is wrong in."""
     backend, context = make_backend(target := GPUTarget("cuda", arch, 32)), ir.context()

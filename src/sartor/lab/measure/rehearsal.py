@@ -110,13 +110,13 @@ def _passed(kernel: Any, values: Any) -> Iterable[Any]:
 
 
 def _of_triton(step: launch.Launch, arch: int) -> Launched:
-    from sartor.kernels.triton.lower import compiled_for
+    from sartor.kernels.triton.lower import compiled_for, settled
 
     made = compiled_for(step.kernel, step.arguments, step.tile, arch)
     facts, constants = made.metadata, {p.name for p in step.kernel.params if p.is_constexpr}
     given = [value for name, value in step.arguments.items() if name not in constants]
     return Launched(
-        step.name, f"Triton {metadata.version('triton')}", code_hash(made.asm["cubin"], facts.name),
+        step.name, f"Triton {metadata.version('triton')}", code_hash(settled(made, arch), facts.name),
         (step.grid, 1, 1), WARP * facts.num_warps, facts.num_ctas, facts.shared, tuple(_plain(given)),
     )  # fmt: skip
 
