@@ -83,9 +83,12 @@ def _learned(call: Call, tensors: tuple[Any, ...], key: Any, seen: tuple[Any, ..
     on_gpu = call.q.is_cuda
     if watched() or not all(t.__class__ in PLAIN and (t.is_cuda if on_gpu else t.is_cpu) for t in tensors):
         return None
-    prepared = ops.prepare(call)
-    plan = prepared.forward, prepared.template
-    plain = Native.of(prepared, call.layout, call.q.device) if on_gpu else Single.of(*plan) or Small.of(*plan)
+    if on_gpu:
+        plain: Any = Native.of(call, key[2:])
+    else:
+        prepared = ops.prepare(call)
+        plan = prepared.forward, prepared.template
+        plain = Single.of(*plan) or Small.of(*plan)
     same = guard(tensors)
     ops.PREPARED.add(key, ((same, plain), *seen[: ALIKE - 1]))
     return plain

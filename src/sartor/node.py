@@ -7,6 +7,9 @@ along as an attribute of an empty tensor, in the place of the operator's mask, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from operator import is_
 from threading import Lock
 from typing import Any
@@ -15,12 +18,14 @@ import torch
 
 from sartor import direct, ops
 from sartor.device import capturing
+from sartor.families import Family
 from sartor.guards import each_once, guard
-from sartor.kernels.cuda.host import current
+from sartor.kernels.cuda.host import current, like
 from sartor.kernels.native import hooked
 from sartor.kernels.once import once
 from sartor.kernels.spec import Again, Operands, Saved, made_like
-from sartor.replay.calls import BACKWARD, FORWARD, OPERATOR, PYTHONS_FORWARD, Calls, Kernels, why_not
+from sartor.problem import Call
+from sartor.replay.calls import BACKWARD, FORWARD, OPERATOR, PYTHONS_FORWARD, Calls, Kernels, layouts, why_not
 from sartor.replay.lists import Replayed
 
 Tensor = torch.Tensor
@@ -30,11 +35,11 @@ ALIKE = 8  # backwards kept of one plan, which differ in what arrives, or in gua
 class Work:
     """What the operator's kernels do with a call's tensors, in its layout."""
 
-    __slots__ = ("again", "calls", "gradients", "layouts", "mends", "prepared", "turned", "turns")
+    __slots__ = ("again", "calls", "family", "gradients", "layouts", "mends", "prepared", "turned", "turns")
 
-    def __init__(self, prepared: ops.Prepared, layout: str) -> None:
-        self.prepared, self.turned = prepared, layout != "bshd"
-        self.turns = self.turned and not prepared.any_layout  # in the forward too
+    def __init__(self, prepared: ops.Prepared | None, layout: str, family: Family | None = None) -> None:
+        self.prepared, self.family, self.turned = prepared, family, layout != "bshd"
+        self.turns = self.turned and prepared is not None and not prepared.any_layout  # in the forward too
         self.layouts: tuple[Any, ...] = ()  # of what the node saves: for all calls of the plan
         self.again: Again | None = None  # of the forward
         # of backwards: guards, whether results repeat and which tensors come twice, `Again.run`
@@ -47,8 +52,20 @@ class Work:
         found = None if self.again is None else self.again.run(q, k, v, lse)
         return self._first(q, k, v, lse) if found is None else found
 
+    def _planned(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if self.prepared is None:
+            assert self.family is not None
+            self.prepared = ops.prepare(replace(self.family.call, q=q, k=k, v=v))
+        return self.prepared
+
     def _first(self, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[Tensor, Any]:
-        prepared: Any = self.prepared
+        family, numbers = self.family, () if self.family is None else self.family.lengths(q, k, v)
+        if family is not None and current(q.device):
+            self.again = family.forward.again(numbers, q.device)
+            found = None if self.again is None else self.again.run(q, k, v, lse)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+        prepared = self._planned(q, k, v)
         if self.turns:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         layout = "bhsd" if self.turned and not self.turns else "bshd"
@@ -56,6 +73,8 @@ class Work:
         out, found = ops._forward(prepared, x)
         if not self.turns and current(q.device):  # launches are those of one device
             self.again = prepared.forward.kernel.again(prepared.forward, x)
+            if family is not None and self.again is not None:
+                family.forward.learn(numbers)
         return (out.transpose(1, 2) if self.turns else out), found
 
     def followed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,16 +82,42 @@ class Work:
         out, lse = self.forward(q, k, v, True)
         if not self.layouts:
             self.layouts = tuple(map(ops._layout, (q, k, v, out, lse)))
-        again = self.again
-        if again is None or not current(q.device):
-            return out, lse
-        if self.calls is not None and isinstance(again.launches, Replayed):
-            if again.shared is None:
-                self.calls.add(FORWARD, (q, k, v), (out, lse), again.launches)
-            elif not capturing(q.device):  # whose workspace is the graph's
-                stream = torch._C._cuda_getCurrentRawStream(q.device.index)
-                self.calls.add(FORWARD, (q, k, v), (out, lse), again.launches, again.shared(), stream)
+        if self.again is not None and self._in_c(self.again) and current(q.device):
+            self._tell(self.again, layouts((q, k, v), (out, lse)), q.device)
         return out, lse
+
+    def _in_c(self, again: Again) -> bool:
+        return self.calls is not None and again.space is None and isinstance(again.launches, Replayed)
+
+    def _tell(self, again: Again, lie: Sequence[int], device: torch.device) -> None:
+        """C of a forward."""
+        calls: Any = self.calls
+        if again.shared is None:
+            calls.add(FORWARD, lie, device, again.launches)
+        elif not capturing(device):  # whose workspace is the graph's
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            calls.add(FORWARD, lie, device, again.launches, again.shared(), stream)
+
+    def foresee(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Tell C of a forward before the first call, where its launches are known; whether they are."""
+        family = self.family
+        if family is None or self.again is not None or not current(q.device):
+            return False
+        self.again = again = family.forward.again(family.lengths(q, k, v), q.device)
+        if again is None or not self._in_c(again):
+            return False
+        self._tell(again, again.layouts, q.device)
+        return True
+
+    def foresee_backward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """The same of its backward, after the forward: of gradients that lie as others did."""
+        family: Any = self.family
+        rows, heads = out.shape[family.axis], out.shape[3 - family.axis]
+        self.layouts = (*map(ops._layout, (q, k, v, out)), ((heads * rows, rows, 1), 0))
+        again = family.backward.again(family.foreseen(q, k, v, out), q.device)
+        if again is not None and isinstance(again.launches, Replayed):
+            self.calls.add(BACKWARD, again.layouts, q.device, again.launches)  # type: ignore[union-attr]
+            self.mends = self.mends or again.mends
 
     def backward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """dq, dk, dv. Given are dout, and q, k, v, out and lse, which the caller may have moved since."""
@@ -86,9 +131,17 @@ class Work:
         return self._first_backward(kind, *given)
 
     def _first_backward(self, kind: tuple[Any, ...], dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
-        prepared: Any = self.prepared
         given, kept = (dout, *saved), [*map(ops._laid_out, saved, self.layouts)]
+        family, numbers = self.family, None
+        if family is not None and current(dout.device) and all(map(is_, kept, saved)):
+            numbers = family.of_backward(*given)
+            again = None if numbers is None else family.backward.again(numbers, dout.device)
+            made = None if again is None else again.run(*given)
+            if made is not None:
+                self._keep(kind, given, made, again)
+                return made  # type: ignore[no-any-return]
         q, k, v, out, lse = kept
+        prepared = self._planned(q, k, v)
         if self.turned:
             q, k, v, out, dout = (t.transpose(1, 2) for t in (q, k, v, out, dout))
         data = Operands(q, k, v, None, prepared.template), Saved(out, lse, dout, None)
@@ -97,12 +150,19 @@ class Work:
             plan = prepared.backward_plan()
             again = plan.kernel.again(plan, *data)
             if again is not None:
-                same = guard(each_once(given)[0])
-                self.gradients = (same, kind, again.run), *self.gradients[: ALIKE - 1]
-                if self.calls is not None and isinstance(again.launches, Replayed):
-                    self.calls.add(BACKWARD, given, [*found, again.space], again.launches)
-                    self.mends = self.mends or again.mends
+                self._keep(kind, given, found, again)
+                if family is not None and numbers is not None:
+                    family.backward.learn(numbers)
         return tuple(found)
+
+    def _keep(self, kind: tuple[Any, ...], given: tuple[Tensor, ...], found: Sequence[Tensor], again: Any) -> None:
+        """What repeats a backward of given tensors, for calls like it."""
+        self.gradients = (guard(each_once(given)[0]), kind, again.run), *self.gradients[: ALIKE - 1]
+        if self.calls is not None and isinstance(again.launches, Replayed):
+            device = found[0].device
+            lie = again.layouts or layouts(given, [*found, like((again.space,), device)])
+            self.calls.add(BACKWARD, lie, device, again.launches)
+            self.mends = self.mends or again.mends
 
 
 def alone(prepared: ops.Prepared) -> bool:
@@ -116,14 +176,22 @@ class Native:
 
     __slots__ = ("device", "handle", "operator", "work")
 
-    def __init__(self, prepared: ops.Prepared, layout: str, device: torch.device) -> None:
-        self.operator, self.work, self.device = operator(), Work(prepared, layout), device
+    def __init__(
+        self, prepared: ops.Prepared | None, layout: str, device: torch.device, family: Family | None = None
+    ) -> None:  # fmt: skip
+        self.operator, self.device = operator(), device
+        self.work = Work(prepared, layout, family)
         self.handle: Any = None  # for C, once autograd follows a call
 
     @classmethod
-    def of(cls, prepared: ops.Prepared, layout: str, device: torch.device) -> Native | None:
-        """None of a plan that is not for q, k and v alone."""
-        return cls(prepared, layout, device) if alone(prepared) else None
+    def of(cls, call: Call, options: tuple[Any, ...]) -> Native | None:
+        """None of a plan that is not for q, k and v alone. Where launches of other lengths are known, it is to be seen
+        whether this call needs a plan. `options` as of `Family`."""
+        family, layout, device = Family.of(call, options), call.layout, call.q.device
+        if family is not None and family.forward.known:
+            return cls(None, layout, device, family)
+        prepared = ops.prepare(call)
+        return cls(prepared, layout, device, family) if alone(prepared) else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """out, for autograd to follow; None where saved tensors have hooks, which may give back something else."""
@@ -131,15 +199,20 @@ class Native:
             return self.work.forward(q, k, v, False)[0]
         if hooked():
             return None
+        work, foreseen = self.work, False
         if self.handle is None:
-            self.handle = self._made((0,) if self.work.calls is None else self.work.calls.shape)
-        unseen = self.work.mends and direct.hooked()  # by C, who wants to hear of Triton's launches
-        return self.operator(q, k, v, attn_mask=self._made((0,)) if unseen else self.handle)[0]  # type: ignore[no-any-return]
+            self.handle = self._made((0,) if work.calls is None else work.calls.shape)
+            foreseen = work.foresee(q, k, v)
+        unseen = work.mends and direct.hooked()  # by C, who wants to hear of Triton's launches
+        out: Tensor = self.operator(q, k, v, attn_mask=self._made((0,)) if unseen else self.handle)[0]
+        if foreseen:
+            work.foresee_backward(q, k, v, out)
+        return out
 
     def _made(self, shape: tuple[int, ...]) -> Any:
         """An empty tensor that brings the work along."""
-        with torch.inference_mode(False):  # whose tensors no node may save
-            found: Any = torch.empty(shape, dtype=torch.float32, device=self.device)
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            found: Any = torch.empty(shape, dtype=torch.float32, device=self.device)  # which a node saves
         found.of_sartor = self.work
         return found
 

@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import io
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -400,6 +399,8 @@ class MapArguments(NamedTuple):
         promotion: int = _PROMOTION,
     ) -> MapArguments:  # fmt: skip
         """As of `tensor_map`. Where rows do not start on sectors, fetching more around them costs."""
-        aligned = math.gcd(32, *strides) == 32
+        aligned = True
+        for stride in strides:
+            aligned = aligned and stride % 32 == 0
         options = _INTERLEAVE_NONE, _SWIZZLES[swizzle], _PROMOTIONS[promotion if aligned else 64], _ZEROS_BEYOND
         return cls(_MAP_DTYPES[dtype], sizes, strides, box, options)

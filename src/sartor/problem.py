@@ -189,24 +189,39 @@ class Problem:
     @classmethod
     def parse_kind(cls, call: Call, key: tuple[Any, ...]) -> tuple[Problem, Template]:
         """The same of a call with this key; once for all lengths, where q, k and v are all there is."""
+        kind = cls.kind_of(call, key)
+        if kind is None:
+            return cls.parse(call)
+        problem, values = cls.of_kind(call, kind)
+        at = 1 if call.layout == "bshd" else 2
+        sq, skv = call.q.shape[at], call.k.shape[at]
+        return problem.of_lengths(sq, skv), tuple([resolve(value, sq, skv) for value in values])
+
+    @classmethod
+    def of_kind(cls, call: Call, kind: tuple[Any, ...]) -> tuple[Problem, tuple[AuxValue, ...]]:
+        """The problem of `kind_of` a call with lengths that stand for all, and aux values for all lengths."""
+        known: tuple[Problem, tuple[AuxValue, ...]] | None = _PARSED.get(kind)
+        if known is None:
+            problem, _, values = cls._parse(call)
+            known = problem.kind, values
+            _PARSED.add(kind, known)
+        return known
+
+    @staticmethod
+    def kind_of(call: Call, key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """What a call with this key has in common with those of other lengths; None where it is to be looked at alone:
+        where q, k and v are not all there is, or where there are no queries or no two keys."""
         q, k, v, at = call.q, call.k, call.v, 1 if call.layout == "bshd" else 2
         plain = q.__class__ in PLAIN and k.__class__ in PLAIN and v.__class__ in PLAIN and q.dim() == k.dim() == 4
         alone = call.bias is None and call.mask is None and call.score is None and call.alibi_slopes is None
         alone = alone and call.sinks is None and call.dropout_seed is None
         # of such head dims rows start on 16 bytes, whatever the lengths are
         if not (plain and alone and v.dim() == 4 and q.shape[3] % 8 == v.shape[3] % 8 == 0):
-            return cls.parse(call)
-        sq, skv = q.shape[at], k.shape[at]
-        if sq < 2 or skv < 2 or v.shape[at] != skv:
-            return cls.parse(call)
-        kind = _lies(q, at), _lies(k, at), _lies(v, at), keeps_order(q), *key[LENGTHS_TO:]
-        known = _PARSED.get(kind)
-        if known is None:
-            problem, _, values = cls._parse(call)
-            known = problem.kind, values
-            _PARSED.add(kind, known)
-        problem, values = known
-        return problem.of_lengths(sq, skv), tuple([resolve(value, sq, skv) for value in values])
+            return None
+        if q.shape[at] < 1 or k.shape[at] < 2 or v.shape[at] != k.shape[at]:
+            return None
+        # one query sees all keys of a causal mask
+        return q.shape[at] == 1, _lies(q, at), _lies(k, at), _lies(v, at), keeps_order(q), *key[LENGTHS_TO:]
 
     @classmethod
     def _parse(cls, call: Call) -> tuple[Problem, Template, tuple[AuxValue, ...]]:

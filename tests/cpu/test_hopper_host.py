@@ -553,7 +553,7 @@ def test_a_list_of_key_tiles_is_walked(driver, monkeypatch):
     assert "entries" not in launched(mask=torch.ones(700, 700, dtype=torch.bool))
 
 
-@pytest.mark.parametrize(("causal", "forward", "both"), [(False, 400, 715), (True, 460, 920)])
+@pytest.mark.parametrize(("causal", "forward", "both"), [(False, 412, 720), (True, 470, 925)])
 def test_a_length_not_seen_before(driver, backward, causal, forward, both):
     """What the host does of one, in calls of functions: results that all lengths share are not made again."""
     counts = []  # of each length: what is collected, or dropped from a cache, while one is counted, is no part of it

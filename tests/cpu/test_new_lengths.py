@@ -13,11 +13,11 @@ import torch
 import sartor
 import stubbed
 from counted import calls_of
-from sartor import direct, driver, features, nvrtc, ops, plan, problem
+from sartor import direct, driver, families, features, nvrtc, ops, plan, problem
 from sartor.device import ARCHITECTURES
 from sartor.direct import Direct
 from sartor.kernels import spec
-from sartor.kernels.cuda import expressions, host, params, row
+from sartor.kernels.cuda import expressions, host, params
 from sartor.kernels.hopper import backward_config, backward_problem, forward, pieces, schedule
 from sartor.kernels.triton import launch
 from sartor.mods.recent import Recent
@@ -26,8 +26,8 @@ from sartor.replay import lists
 from sartor.tuning import table
 
 KEEPING = (
-    backward_config, backward_problem, driver, expressions, features, forward, host, launch, lists, nvrtc, ops, params,
-    pieces, plan, problem, schedule, spec, table,
+    backward_config, backward_problem, driver, expressions, families, features, forward, host, launch, lists, nvrtc,
+    ops, params, pieces, plan, problem, schedule, spec, table,
 )  # fmt: skip
 LENGTHS = [
     (1, 700), (17, 2048), (64, 64), (70, 70), (300, 1000), (513, 513), (1000, 1000), (1024, 1024), (3000, 3001),
@@ -69,10 +69,18 @@ def compiled(step):
 
 @contextmanager
 def launched():
-    """What rows of launches are made of, in their order; no kernel is compiled, none launched."""
-    found, launcher = [], row.launcher
+    """What lists of launches are made of, in their order; no kernel is compiled, none launched."""
+    found, fill = [], lists.Replayed._fill
+
+    def filled(self, form, names, numbers, records):
+        numbers, records = [*numbers], [[*some] for some in records]
+        fill(self, form, names, numbers, records)
+        for i in range(1, 9 * len(names), 9):
+            numbers[i] = None  # where the places of parameters lie: a form's own
+        found.append((form.struct.format, [*names], numbers, records))
+
     with stubbed.stubbed() as stub, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row, "launcher", lambda *args: found.append(args) or launcher(*args))
+        patch.setattr(lists.Replayed, "_fill", filled)
         patch.setattr(launch, "_by_triton", compiled)
         patch.setattr(launch, "compile_together", lambda steps: None)
         patch.setattr(launch, "interpreted", lambda: False)
@@ -87,26 +95,32 @@ def launched():
             stub.library.stub_quiet(0)
 
 
-def both(lengths, heads, dim, **options):
+def dense(n, h, dim):
+    return torch.zeros(2, n, h, dim, dtype=torch.bfloat16)
+
+
+WAYS = {
+    "dense": dense,
+    "turned": lambda n, h, dim: torch.zeros(2, h, n, dim, dtype=torch.bfloat16).transpose(1, 2),
+    "cut": lambda n, h, dim: torch.zeros(2, h, 4000, dim, dtype=torch.bfloat16).transpose(1, 2)[:, :n],
+    "fused": lambda n, h, dim: torch.zeros(2, n, 3, h, dim, dtype=torch.bfloat16)[:, :, 1],
+}
+
+
+def both(lengths, heads, dim, way=dense, **options):
     """A forward and a backward."""
-    q, k, v = (
-        torch.zeros(2, n, h, dim, dtype=torch.bfloat16, requires_grad=True)
-        for n, h in zip((lengths[0], lengths[1], lengths[1]), (heads[0], heads[1], heads[1]), strict=True)
-    )
+    given = zip((lengths[0], *lengths[1:] * 2), (heads[0], *heads[1:] * 2), strict=True)
+    q, k, v = (way(n, h, dim).requires_grad_() for n, h in given)
     out = sartor.attention(q, k, v, **options)
-    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-
-
-def told(steps, given, made):
-    """All that C, or Python, is told, in a form that compares."""
-    return steps, given, [(x.source, x.maps.operand, x.maps.boxes) if isinstance(x, lists.Mapped) else x for x in made]
+    torch.autograd.grad(out, (q, k, v), way(lengths[0], heads[0], dim))
 
 
 @needs
 @pytest.mark.parametrize(("dim", "heads"), [(64, (8, 8)), (128, (8, 2)), (192, (4, 4))], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 0)}, {"deterministic": True}], ids=str)
 def test_launches_are_those_of_a_fresh_process(options, heads, dim):
-    """Of forward and backward, repairs among them, in whichever order lengths come."""
+    """Of forward and backward, repairs among them, in whichever order lengths come: by plans, and by functions of
+    lengths and strides."""
     order = random.Random(dim).sample(LENGTHS, len(LENGTHS))
     with launched() as found:
         made = []
@@ -116,12 +130,56 @@ def test_launches_are_those_of_a_fresh_process(options, heads, dim):
                     forget()
                 found.clear()
                 both(lengths, heads, dim, **options)
-                first, last = found[0], found[-1]  # where repairs are not known, the row without them comes between
-                made.append((told(*first), told(*last)))
+                # where repairs are not known, the row without them comes between
+                made.append((found[0], found[-1]))
     for lengths, known, anew in zip(order, made[: len(order)], made[len(order) :], strict=True):
         assert known == anew, lengths
         masked = "window" in options or ("causal" in options and lengths[0] > 1)
-        assert sum("repair" in step.name for step in known[1][0]) == 2 * masked
+        assert sum("repair" in name for name in anew[1][1]) == 2 * masked
+
+
+def lengths_for(dim):
+    """Of all sizes, of as many queries as keys above all."""
+    rng = random.Random(dim)
+    some = [int(2 ** rng.uniform(5, 11.9)) for _ in range(50)]
+    return [*dict.fromkeys((n, n + rng.choice((0, 0, 1, 64, -n // 2))) for n in some)]
+
+
+def one(lengths, heads, dim, way=dense, **options):
+    """A forward, of one query."""
+    q, k, v = (way(n, h, dim) for n, h in zip((1, lengths[1], lengths[1]), (heads[0], *heads[1:] * 2), strict=True))
+    sartor.attention(q, k, v, **options)
+
+
+@needs
+@pytest.mark.parametrize(
+    ("dim", "heads", "options"),
+    [
+        (64, (16, 16), {}), (64, (16, 16), {"causal": True}), (96, (4, 2), {"window": (100, 0)}),
+        (128, (32, 4), {"softcap": 20.0}), (128, (32, 4), {"causal": True}), (256, (4, 4), {"causal": True}),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("call", [both, one])
+def test_functions_of_lengths_say_what_plans_say(call, way, options, heads, dim, monkeypatch):
+    """Most lengths are launched by functions; KV splits and all ways in which tensors may lie are among them."""
+    used, like = [], lists.Replayed.like.__func__
+    some = [*{lengths[call is one :]: lengths for lengths in lengths_for(dim)}.values()]
+    monkeypatch.setattr(lists.Replayed, "like", classmethod(lambda *args: used.append(1) or like(*args)))
+    with launched() as found:
+        made, by_functions = [], families.Family.of
+        for of in (by_functions, lambda *_: None):
+            monkeypatch.setattr(families.Family, "of", staticmethod(of))
+            ops.PREPARED.clear()
+            for lengths in some:
+                found.clear()
+                call(lengths, heads, dim, WAYS[way], **options)
+                made.append((found[0], found[-1]))
+    for lengths, known, planned in zip(some, made[: len(some)], made[len(some) :], strict=True):
+        assert known == planned, lengths
+    passes = 2 if call is both and dim <= 128 and "softcap" not in options else 1
+    assert len(used) > len(some) * passes * 0.4
 
 
 @pytest.mark.parametrize("dim", [33, 64])
@@ -161,7 +219,7 @@ def test_problems_are_those_of_calls_alone(dim, dtype):
 
 
 @needs
-@pytest.mark.parametrize(("options", "most"), [({}, 1240), ({"causal": True}, 1610)], ids=str)
+@pytest.mark.parametrize(("options", "most"), [({}, 285), ({"causal": True}, 295)], ids=str)
 def test_what_the_host_does_of_a_length(options, most):
     """Calls of functions, of Python and of C, of a forward and a backward with all that is kept for the next ones."""
     with launched(), torch.autograd.set_multithreading_enabled(False):

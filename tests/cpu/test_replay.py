@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 import threading
 
 import pytest
@@ -23,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(stubbed.COMPILER is None, reason="needs a C compiler"),
 ]
 STREAM = 0x5EED
+EIGHT = int.from_bytes(b"abcdefgh", "little")
 
 
 @pytest.fixture
@@ -118,8 +120,8 @@ def test_later_calls_go_straight_to_the_launches(stub, monkeypatch, layout):
     """With what the first one found out: addresses in the same order, results that lie the same way."""
     monkeypatch.setattr(node.Calls, "add", lambda *_: None)  # of backwards C makes none
     given, first = [], []
-    start, way = row.Row.start, node.Work._first_backward
-    monkeypatch.setattr(row.Row, "start", lambda self, at: given.append(tuple(at)) or start(self, at))
+    start, way = lists.Replayed.start, node.Work._first_backward
+    monkeypatch.setattr(lists.Replayed, "start", lambda self, at, on: given.append(tuple(at)) or start(self, at, on))
     monkeypatch.setattr(node.Work, "_first_backward", lambda self, *a: first.append(1) or way(self, *a))
     q, k, v = (t.detach().contiguous().requires_grad_() for t in inputs(layout=layout))
     shapes = set()
@@ -175,7 +177,7 @@ def test_values_are_made_of_others(stub):
         step(stub, "P P 48s i", fixed={3: -5}, given=(0, 4, 5)),
         step(stub, given=(2, 0), block=96, shared=1 << 17),
     ]
-    made = [lists.At(1, 40), lists.Record(b"abcdefgh" * 6, ((8, 2), (24, 0)))]
+    made = [lists.At(1, 40), lists.Record(struct.Struct("=6Q"), (EIGHT,) * 6, ((8, 2), (24, 0)))]
     found = []
     for kind in (lists.Replayed, lists.Launched):
         way = kind(steps, 4, made)
@@ -195,7 +197,7 @@ def test_a_context_is_bound_where_there_is_none(stub, monkeypatch):
     for steps, made in (([step(stub)], []), ([step(stub, "P 128s", given=(0, 1))], [lists.Mapped(0, maps)])):
         way = lists.Replayed(steps, 2 - len(made), made)
         stub.library.stub_refuse(driver.NO_CONTEXT, 1)
-        way.start((16, 32)[: way.given], STREAM)
+        way.start((16, 32)[: 2 - len(made)], STREAM)
         assert stub.told()
     assert bound == [1, 1]
 

@@ -10,7 +10,7 @@ import torch
 import judged
 import sartor
 import settings
-from sartor import node, ops
+from sartor import families, node, ops
 from sartor.kernels.cuda import row
 from sartor.mods.recent import Recent
 from sartor.replay import calls, library, lists
@@ -35,6 +35,7 @@ def by_python(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(row, "launcher", lists.Launched)
             patch.setattr(ops, "PREPARED", Recent(2048))
+            patch.setattr(families.Family, "of", lambda *_: None)
             return function(*args)
 
     monkeypatch.setattr(ops, "PREPARED", Recent(2048))
@@ -66,6 +67,24 @@ def equal(found, want):
 
 def test_there_is_a_library():
     assert library.why_not() in ("", "needs a C compiler, found none of cc, gcc, clang", "SARTOR_REPLAY=0 is set")
+
+
+@pytest.mark.parametrize("call", ["full", "causal", "window"])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_new_lengths(layout, heads_kv, call, by_python, monkeypatch):
+    """Launched by functions of lengths, they have the bits of a plan."""
+    function, used, like = attend(CALLS[call] | {"layout": layout}), [], lists.Replayed.like.__func__
+    monkeypatch.setattr(lists.Replayed, "like", classmethod(lambda *args: used.append(1) or like(*args)))
+    monkeypatch.setattr(families, "FAMILIES", Recent(256))
+    axis, lengths = 1 if layout == "bshd" else 2, range(700, 640, -7)
+    for n in lengths:
+        shapes = [(2, 4, n, 64), (2, heads_kv, n + 64, 64), (2, heads_kv, n + 64, 64)]
+        leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(2, axis) for shape in shapes]
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        found = [t.clone() for t in settings.results(function, leaves)]
+        assert equal(found, by_python(settings.results, function, leaves)), n
+    assert len(used) > len(lengths)
 
 
 @pytest.mark.parametrize("call", CALLS)

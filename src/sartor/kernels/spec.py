@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ import torch
 
 from sartor.device import Device
 from sartor.problem import Problem, heads_outermost, without_gaps
+from sartor.symbols import empty_like
 
 
 @dataclass(slots=True)
@@ -82,15 +82,16 @@ class Again(NamedTuple):
     """What repeats a call that reads q, k and v alone, or its backward, on tensors in the layout of the call: `run`, of
     q, k, v and whether lse is wanted, or of dout, q, k, v, out and lse; None for a result says that it cannot.
 
-    Launches take the addresses of q, k, v, out, lse, 0 and `shared`, or of q, k, v, dout, out, lse, 0, dq, dk, dv and
-    one like `space`.
+    Launches take the addresses of q, k, v, out, lse, 0, `shared` and a workspace of `space`, or of q, k, v, dout, out,
+    lse, 0, dq, dk, dv and a workspace.
     """
 
     run: Callable[..., Any]
     launches: Any
-    space: Any = None  # of a backward, a tensor like its workspace, if expanded
+    space: int | None = None  # float32 numbers of its own workspace; a forward has one with several KV splits
     mends: bool = False  # whether some launches are of Triton's kernels
     shared: Callable[[], torch.Tensor] | None = None  # of a forward, the workspace of the current stream
+    layouts: Sequence[int] = ()  # as `replay.calls.layouts` has them, where no call has been made
 
 
 class KernelSpec:
@@ -114,10 +115,9 @@ class KernelSpec:
 
     def why_no_length(self, p: Problem, dev: Device) -> list[str]:
         """The same of what depends on more of lengths, where `why_not` says nothing."""
-        most = max(p.seqlen_q, p.seqlen_kv)
-        if dev.is_cpu or most < LONGEST:
+        if dev.is_cpu or (p.seqlen_q < LONGEST and p.seqlen_kv < LONGEST):
             return []
-        return [f"needs fewer than {LONGEST} queries and keys, got {most}"]
+        return [f"needs fewer than {LONGEST} queries and keys, got {max(p.seqlen_q, p.seqlen_kv)}"]
 
     def tiles(self, p: Problem, dev: Device) -> Iterable[Tile]:
         """Legal tiles, best guess first; empty for kernels that have none to choose."""
@@ -138,6 +138,15 @@ class KernelSpec:
     def again(self, plan: Plan, *data: Any) -> Again | None:
         """What repeats a run with this data for other tensors that lie in the same way; None where calls need more."""
         return None
+
+    def lying(self, plan: Plan, *data: Any) -> tuple[Any, tuple[Any, ...], list[Any]] | None:
+        """Of data of which is known how it lies (`symbols.Lying`): the row of launches (`cuda.row`), the numbers by
+        which `repeated` repeats them, and what a backward makes besides gradients; None where `again` says None."""
+        return None
+
+    def repeated(self, launches: Any, device: torch.device, *numbers: Any) -> Again:
+        """What `again` says of calls with these launches."""
+        raise NotImplementedError
 
     def behind(self, plan: Plan) -> Any:
         """The launches of a forward that has run in layout bshd, where they may come behind others that fill tensors
@@ -162,8 +171,8 @@ def length_class(p: Problem) -> Problem:
         queries = 64 * max(2, -(-FEW[bisect(FEW, slices * group) - 1] // group))
     else:
         queries = sq and 1 << (sq - 1).bit_length()
-    even = math.gcd(skv, 128)
-    keys = skv if skv <= 1 else 128 + (even if even >= 16 else 1) % 128
+    even = next((n for n in (128, 64, 32, 16) if skv % n == 0), 1)
+    keys = skv if skv <= 1 else 128 + even % 128
     return _of_class(p.kind, queries, keys)
 
 
@@ -245,7 +254,7 @@ def made_like(gradient: torch.Tensor, t: torch.Tensor) -> bool:
 def allocate_out(p: Problem, q: torch.Tensor, layout: str = "bshd") -> torch.Tensor:
     """An uninitialised (b, sq, hq, dv) tensor in the layout and memory order of q: sequence or heads outermost."""
     if p.out_like_q:
-        return torch.empty_like(q)
+        return empty_like(q)
     if layout == "bhsd":
         return allocate_out(p, q.transpose(1, 2)).transpose(1, 2)
     b, sq, hq, dv = p.batch, p.seqlen_q, p.heads_q, p.dim_v

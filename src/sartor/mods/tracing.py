@@ -23,6 +23,7 @@ from sartor.mods.expr import FLOATS, LEAVES, Expr, Traced, exp2, floor_divide, l
 from sartor.mods.placed import Placed
 from sartor.mods.recent import Recent
 from sartor.mods.torch_names import SAID
+from sartor.symbols import Symbol
 
 COMPARISONS = frozenset(["<", "<=", ">", ">=", "==", "!="])
 ARITHMETIC = frozenset(["+", "-", "*", "/", "//", "%", "neg", "abs", "maximum", "minimum", "pow", "<", "<=", ">", ">="])
@@ -43,7 +44,7 @@ def resolve(value: AuxValue, seqlen_q: int, seqlen_kv: int) -> Any:
     if not callable(value):
         return value
     found: Any = value(seqlen_q, seqlen_kv)
-    if isinstance(found, (int, torch.SymInt)):
+    if isinstance(found, (int, torch.SymInt, Symbol)):
         return found
     if not is_integer(found):
         raise TypeError(

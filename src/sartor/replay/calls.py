@@ -88,22 +88,18 @@ class Calls:
         self.shape = 0, MARK, ctypes.addressof(self._first)
 
     def add(
-        self, kind: Kind, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor], launches: Replayed,
+        self, kind: Kind, layouts: Sequence[int], device: torch.device, launches: Replayed,
         kept: torch.Tensor | None = None, stream: int = 0,
     ) -> None:  # fmt: skip
-        """One of these tensors, which made such as those. `kept` is the workspace that calls on a stream share."""
+        """One of tensors with these layouts. `kept` is the workspace that calls on a stream share."""
         others = self._kept[kind.name]
         if len(others) >= self.MOST:
             return
-        numbers = [0, launches.at, driver.context(), stream, 0 if kept is None else kept.data_ptr()]
-        for tensors, most in ((given, TENSORS), (made, MADE)):
-            for t in tensors:
-                numbers += _layout(t)
-            numbers += NOTHING * (most - len(tensors))
-        numbers += kind.places
-        numbers += kind.kept, len(given), len(made), kind.returned, _functions().of_device(given[0].device.type)
+        first = 0, launches.at, driver.context(), stream, 0 if kept is None else kept.data_ptr()
+        counts = kind.kept, len(kind.given), len(kind.made), kind.returned, _functions().of_device(device.type)
         call = (ctypes.c_char * CALL.size)()
-        CALL.pack_into(call, 0, *numbers, torch.are_deterministic_algorithms_enabled())
+        repeats = torch.are_deterministic_algorithms_enabled()
+        CALL.pack_into(call, 0, *first, *layouts, *kind.places, *counts, repeats)
         others.append((call, launches, kept))
         first = ctypes.addressof(self._first) + getattr(_First, kind.name).offset
         library.loaded().sartor_add(first, ctypes.addressof(call))
@@ -184,6 +180,16 @@ def told() -> str:
     if why_not():
         return f"C makes the launches of a call, which Python prepares: {why_not()}"
     return "C makes the launches of a call; where autograd follows q, k and v alone, later calls run without Python"
+
+
+def layouts(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> list[int]:
+    """Of the tensors of a call, and of those that it makes."""
+    found: list[int] = []
+    for tensors, most in ((given, TENSORS), (made, MADE)):
+        for t in tensors:
+            found += _layout(t)
+        found += NOTHING * (most - len(tensors))
+    return found
 
 
 def _layout(t: torch.Tensor) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -54,19 +54,20 @@ class Mapped(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Bytes in which given addresses stand: pairs of a place and a source."""
+    """Numbers side by side in which given addresses stand: pairs of a place and a source."""
 
-    content: bytes
+    struct: struct.Struct
+    numbers: tuple[Any, ...]
     places: tuple[tuple[int, int], ...]
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """As of `At`."""
-        return Record, self.places
+        return Record, self.places, self.struct.format
 
     def of(self, given: Sequence[int]) -> bytes:
         """Of a call."""
-        found = bytearray(self.content)
+        found = bytearray(self.struct.pack(*self.numbers))
         for place, source in self.places:
             struct.pack_into("=Q", found, place, given[source])
         return bytes(found)
@@ -81,7 +82,7 @@ def _map(rank: int) -> str:
     return f"{rank}Q{8 * rest}x{rank - 1}Q{8 * rest}x{rank}I{4 * rest}x8I4x"
 
 
-class _Form:
+class Form:
     """What lists of launches of these forms have in common: where parameters lie, and what is written there."""
 
     def __init__(self, forms: tuple[driver.Form, ...], given: int, kinds: tuple[tuple[Any, ...], ...]) -> None:
@@ -92,7 +93,8 @@ class _Form:
         for form, found in zip(forms, layout.places, strict=True):
             places |= {value: found[i] for i, value in driver.taken(*form).items()}
         # of what is made the numbers, of maps and records with their places too
-        self.offsets, self.maps, self.records = list[int](), list[tuple[int, int]](), list[tuple[int, int]]()
+        self.offsets, self.maps = list[int](), list[tuple[int, int]]()
+        self.records = list[tuple[int, int, struct.Struct]]()
         first, others, ranks = list[int](), list[int](), list[int]()  # addresses: places and sources
         for value, place in places.items():
             i = value - given
@@ -104,7 +106,7 @@ class _Form:
                 self.maps.append((i, place))
                 ranks += [more[1]] * more[0]
             elif kind is Record:
-                self.records.append((i, place))
+                self.records.append((i, place, struct.Struct(*more)))
                 others += [x for inside, of in source for x in (place + inside, of)]
             else:
                 others += place, source
@@ -117,11 +119,26 @@ class _Form:
         self.struct = struct.Struct(f"={''.join(parts)}{layout.changing.size}x{fixed}")
         self.pack, self.type = struct.Struct(f"={given}Q").pack, ctypes.c_char * self.struct.size
 
+    def numbers(self, steps: Sequence[driver.Step], made: Sequence[Made]) -> list[Any]:
+        """What a list has after its addresses, but for records."""
+        numbers: list[Any] = []
+        for step, places in zip(steps, self.places, strict=True):
+            numbers += step.function, *places, *step.grid, step.block, step.shared, step.overlaps
+        numbers += [made[i].offset for i in self.offsets]  # type: ignore[union-attr]
+        for i, place in self.maps:
+            source, maps = made[i]  # type: ignore[misc]
+            for x in maps.arguments:  # type: ignore[union-attr]
+                numbers += *x.sizes, *x.strides, *x.box, place, source, x.dtype, len(x.sizes), *x.options
+                place += MAP
+        for step in steps:
+            numbers += step.fixed.values()
+        return numbers
+
     @staticmethod
     @lru_cache(maxsize=512)
-    def of(forms: tuple[driver.Form, ...], given: int, kinds: tuple[tuple[Any, ...], ...]) -> _Form:
+    def of(forms: tuple[driver.Form, ...], given: int, kinds: tuple[tuple[Any, ...], ...]) -> Form:
         """Made once."""
-        return _Form(forms, given, kinds)
+        return Form(forms, given, kinds)
 
 
 def _why_not(forms: tuple[driver.Form, ...], layout: driver.Layout, kinds: tuple[tuple[Any, ...], ...]) -> str:
@@ -134,8 +151,9 @@ def _why_not(forms: tuple[driver.Form, ...], layout: driver.Layout, kinds: tuple
     return "" if letters <= {"P"} else f"needs values that are addresses, got {', '.join(sorted(letters))}"
 
 
-def _form(steps: Sequence[driver.Step], given: int, made: Sequence[Made]) -> _Form:
-    return _Form.of(tuple([step.form for step in steps]), given, tuple([one.kind for one in made]))
+def form_of(steps: Sequence[driver.Step], given: int, made: Sequence[Made]) -> Form:
+    """The form of such a list."""
+    return Form.of(tuple([step.form for step in steps]), given, tuple([one.kind for one in made]))
 
 
 @lru_cache(maxsize=8)
@@ -150,34 +168,39 @@ class Replayed:
     them. Threads may launch at the same time."""
 
     def __init__(
-        self, steps: Sequence[driver.Step], given: int, made: Sequence[Made], form: _Form | None = None
-    ) -> None:
-        self._form = form = form or _form(steps, given, made)  # to which the list points
-        self.steps, self.given, self._list = steps, given, form.type()
+        self, steps: Sequence[driver.Step], given: int, made: Sequence[Made], form: Form | None = None
+    ) -> None:  # fmt: skip
+        form = form or form_of(steps, given, made)
+        records = [made[i].numbers for i, *_ in form.records]  # type: ignore[union-attr]
+        self._fill(form, [step.name for step in steps], form.numbers(steps, made), records)
+
+    @classmethod
+    def like(
+        cls, form: Form, names: Sequence[str], numbers: Sequence[Any], records: Iterable[Sequence[int]]
+    ) -> Replayed:  # fmt: skip
+        """Launches of these names with other numbers than the form was found with: what `Form.numbers` gives, and those
+        of records."""
+        found = object.__new__(cls)
+        found._fill(form, names, numbers, records)
+        return found
+
+    def _fill(
+        self, form: Form, names: Sequence[str], numbers: Sequence[Any], records: Iterable[Sequence[int]]
+    ) -> None:  # fmt: skip
+        self.form, self.names, self._list = form, names, form.type()  # to the form the list points
         self.at = start = ctypes.addressof(self._list)
         addresses, count = form.addresses
         begins = [start + begin for begin in form.begins]
-        numbers: list[Any] = [*_functions(driver.library()), addresses, *begins, count // 2, *form.counts]
-        for step, places in zip(steps, form.places, strict=True):
-            numbers += step.function, *places, *step.grid, step.block, step.shared, step.overlaps
-        numbers += [made[i].offset for i in form.offsets]  # type: ignore[union-attr]
-        for i, place in form.maps:
-            source, maps = made[i]
-            for x in maps.arguments:  # type: ignore[union-attr]
-                numbers += *x.sizes, *x.strides, *x.box, place, source, x.dtype, len(x.sizes), *x.options
-                place += MAP
-        for step in steps:
-            numbers += step.fixed.values()
-        form.struct.pack_into(self._list, 0, *numbers)
-        for i, place in form.records:
-            content = made[i].content  # type: ignore[union-attr]
-            ctypes.memmove(begins[-1] + place, content, len(content))
+        first = *_functions(driver.library()), addresses, *begins, count // 2, *form.counts
+        form.struct.pack_into(self._list, 0, *first, *numbers)
+        for (_, place, of), content in zip(form.records, records, strict=True):
+            of.pack_into(self._list, form.begins[-1] + place, *content)
         self._pack, self._replay = form.pack, library.loaded().sartor_replay
 
     @staticmethod
     def why_not(steps: Sequence[driver.Step], given: int, made: Sequence[Made]) -> str:
         """Why Python makes these launches one by one, in a sentence, or an empty string."""
-        return library.why_not() or _form(steps, given, made).why
+        return library.why_not() or form_of(steps, given, made).why
 
     def start(self, given: Sequence[int], stream: int) -> None:
         """Launch on a stream (a raw handle). Raises LaunchError with the driver's reason."""
@@ -188,9 +211,12 @@ class Replayed:
             status = self._replay(self.at, values, stream)
         if status:
             number, why = status >> 16, driver.name_of(status & 0xFFFF)
-            if number == len(self.steps):
-                raise LaunchError(f"a tensor map for {self.steps[-1].name} was not made: {why}")
-            raise LaunchError(self.steps[number].refused(why))
+            if number == len(self.names):
+                raise LaunchError(f"a tensor map for {self.names[-1]} was not made: {why}")
+            place = self.form.begins[0] + number * struct.calcsize(f"={STEP}")
+            *_, x, y, z, block, shared, _ = struct.unpack_from(f"={STEP}", self._list, place)
+            step = driver.Step((), name=self.names[number], grid=(x, y, z), block=block, shared=shared)
+            raise LaunchError(step.refused(why))
 
 
 class Launched:
@@ -206,5 +232,5 @@ class Launched:
 
 def launcher(steps: Sequence[driver.Step], given: int, made: Sequence[Made]) -> Replayed | Launched:
     """What makes these launches."""
-    form = None if library.why_not() else _form(steps, given, made)
+    form = None if library.why_not() else form_of(steps, given, made)
     return Launched(steps, given, made) if form is None or form.why else Replayed(steps, given, made, form)

@@ -56,13 +56,17 @@ class Row:
         return self._launchers.get(device) or self._on(device)
 
     def _on(self, device: int) -> Replayed | Launched:
+        found = self._launchers[device] = launcher(*self.listed(device))
+        return found
+
+    def listed(self, device: int) -> tuple[list[driver.Step], int, list[Made]]:
+        """The launches on a device, how many values a call gives, and what is made of these."""
         at = {name: i for i, name in enumerate(self.names)}
         steps = [
             k.step(device, (n, 1, 1), tuple([at[takes[x]] for x in k.changing]), overlaps and driver.overlaps())
             for k, n, takes, overlaps in self.parts
         ]
-        found = self._launchers[device] = launcher([*self.first, *steps, *self.more], self.given, [*self.made.values()])
-        return found
+        return [*self.first, *steps, *self.more], self.given, [*self.made.values()]
 
     def named(self, addresses: Sequence[int]) -> list[tuple[Kernel, int, dict[str, Any]]]:
         """Kernel, grid and values by name of each launch that `start` makes of `parts`."""

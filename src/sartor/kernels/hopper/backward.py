@@ -18,9 +18,10 @@ import torch
 from sartor.device import Device, capturing
 from sartor.features import BIAS_GRADIENT, BITS_16, COMMON, DROPOUT, PAIRS, SCORE, SHARED_LSE
 from sartor.kernels import blocks
+from sartor.kernels.cuda.row import Row
 from sartor.kernels.hopper import arch
 from sartor.kernels.hopper.backward_config import BOTH, Config, partial_sums, sums
-from sartor.kernels.hopper.backward_launches import Ready
+from sartor.kernels.hopper.backward_launches import Alone, Ready, like_gradient
 from sartor.kernels.hopper.backward_problem import (
     ADDED,
     SEEN,
@@ -96,8 +97,21 @@ class HopperBackward(TritonBackward):
         ready: Any = plan.cache.get(("hopper", launch.key(data[1])))
         if ready is None or not ready.alone:
             return None
-        row = ready.whole or ready.row
-        return Again(ready.again, row.launches(), ready.space, bool(row.more))
+        return self.repeated((ready.whole or ready.row).launches(), ready.space.device, *ready.numbers)
+
+    def lying(self, plan: Plan, *data: Any) -> tuple[Row, tuple[Any, ...], list[Any]] | None:
+        """See `KernelSpec`."""
+        x, saved = data
+        ready = self.ready(plan, x, saved, None)
+        if ready.problem.program.keep is not None:
+            made = {"dq": like_gradient(x.q), "dk": like_gradient(x.k), "dv": like_gradient(x.v), "room": ready.space}
+            ready.whole = ready.joined(x, ready.known(plan, x, saved, made))
+        return (ready.whole or ready.row, ready.numbers, [ready.space]) if ready.alone else None
+
+    def repeated(self, launches: Any, device: torch.device, *numbers: Any) -> Again:
+        """See `KernelSpec`."""
+        mends, length = numbers
+        return Again(Alone(launches, device, length, mends).run, launches, length, mends)
 
     def ready(self, plan: Plan, x: Operands, saved: Saved, key: object) -> Ready:
         """The launches of calls with this key."""

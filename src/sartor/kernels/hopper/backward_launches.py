@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -32,6 +33,7 @@ from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import dense_like, heads, padded_rows, rows
 from sartor.problem import Problem, is_copied, rows_on_16_bytes, without_gaps
 from sartor.replay.lists import At, Made, Mapped
+from sartor.symbols import empty_like
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -249,7 +251,7 @@ class Ready:
         for i, step in enumerate(steps):
             for at, maps in step.maps.items():
                 made[f"{at} of {i}"] = Mapped(places[step.tensors[at]], maps)
-        dense = all(without_gaps(t) or torch.empty_like(t).stride(3) == 1 for t in (x.q, x.k, x.v))
+        dense = all(without_gaps(t) or empty_like(t).stride(3) == 1 for t in (x.q, x.k, x.v))
         row = Row(names, made, [s.part(i) for i, s in enumerate(steps)])
         return cls(p, key, space, host.like((space.length,), x.q.device), row, bool(tensors), near(p), untidy, dense)
 
@@ -300,17 +302,10 @@ class Ready:
             and self.row.names[: self.row.given] == [*CALL, "room"]
         )
 
-    def again(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
-        """dq, dk, dv, where `alone`; None where something is off 16 bytes, on another device than the current one, or
-        where somebody wants to hear of Triton's launches."""
-        row, new = self.whole or self.row, torch.empty_like
-        at = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), out.data_ptr(), lse.data_ptr()
-        off = (at[0] | at[1] | at[2] | at[3] | at[4] | at[5]) & 15
-        if off or not host.current(self.space.device) or (row.more and direct.hooked()):
-            return None
-        dq, dk, dv, room = new(q), new(k), new(v), new(self.space)
-        row.start((*at, 0, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), room.data_ptr()))
-        return dq, dk, dv
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """What `Alone` is made of."""
+        return bool((self.whole or self.row).more), *self.space.shape
 
     def dsinks(self, x: Operands, lse: torch.Tensor, room: torch.Tensor) -> Any:
         """The gradient of sinks."""
@@ -376,6 +371,34 @@ class Ready:
                 places["aux", i, 0] = names.index(f"a{i}")
         given, more = names[: self.row.given], [repair.among(places) for repair in repairs]
         return Row(given, self.row.made, self.row.parts, more)
+
+
+@dataclass
+class Alone:
+    """The launches of calls that take q, k, v, out, lse and dout as they are and nothing else, on one device."""
+
+    launches: Any
+    device: torch.device
+    length: int  # of the room
+    mends: bool  # whether some are of Triton's kernels
+
+    @cached_property
+    def space(self) -> torch.Tensor:
+        """As of `Ready`."""
+        return host.like((self.length,), self.device)
+
+    def run(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
+        """dq, dk, dv; None where something is off 16 bytes, on another device than the current one, or where somebody
+        wants to hear of Triton's launches."""
+        new, device = torch.empty_like, self.device
+        at = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), out.data_ptr(), lse.data_ptr()
+        off = (at[0] | at[1] | at[2] | at[3] | at[4] | at[5]) & 15
+        if off or not host.current(device) or (self.mends and direct.hooked()):
+            return None
+        dq, dk, dv, room = new(q), new(k), new(v), new(self.space)
+        values = *at, 0, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), room.data_ptr()
+        self.launches.start(values, torch._C._cuda_getCurrentRawStream(device.index))
+        return dq, dk, dv
 
 
 def tidy(p: Problem, dout: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,18 @@ class HopperForward(KernelSpec):
         ready: Any = plan.cache.get(data[0].layout)
         if ready is None or not ready.alone:
             return None
-        return Again(ready.again, ready.row.launches(), shared=ready.workspace if ready.masked else None)
+        return self.repeated(ready.row.launches(), ready.lse.device, *ready.numbers)
+
+    def lying(self, plan: Plan, *data: Any) -> tuple[Row, tuple[Any, ...], list[Any]] | None:
+        """See `KernelSpec`."""
+        ready = self.ready(plan, *data)
+        return (ready.row, ready.numbers, []) if ready.alone else None
+
+    def repeated(self, launches: Any, device: torch.device, *numbers: Any) -> Again:
+        """See `KernelSpec`."""
+        marks, space, *shape = numbers
+        found = Alone(launches, device, tuple(shape), marks, space)
+        return Again(found.run, launches, space, shared=None if marks is None else found.workspace)
 
     def behind(self, plan: Plan) -> Ready | None:
         """See `KernelSpec`."""
@@ -603,8 +614,8 @@ class Ready:
             made[f"near{i}"] = Mapped(at[f"a{i}"], maps)
             fixed |= {f"near{i}_{name}": times for name, times in own.items()}
         if masked:
-            of = [x for t in (q, k, v) for x in (0, *launch.strides(t))]
-            made["inputs"] = Record(INPUTS.pack(*of), tuple((INPUTS.size // 3 * at[name], at[name]) for name in "qkv"))
+            of = tuple([x for t in (q, k, v) for x in (0, *launch.strides(t))])
+            made["inputs"] = Record(INPUTS, of, tuple((INPUTS.size // 3 * at[name], at[name]) for name in "qkv"))
         if merge is not None:
             made |= {"outs": At(at["room"], 0), "sums": At(at["room"], merge.sums)}
         first = _part(binary, m, fixed, min(assigned.tiles, sms), [*names, *made])
@@ -667,18 +678,47 @@ class Ready:
     def alone(self) -> bool:
         """Whether a call takes q, k and v as they are and nothing else."""
         p = self.problem
-        return p.out_like_q and not (self.pads or self.tensors or self.merge or p.sinks or p.dropout_p)
+        return p.out_like_q and not (self.pads or self.tensors or p.sinks or p.dropout_p)
 
-    def again(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool) -> Any:
-        """out and lse, where `alone`; None where they are not on the current device."""
-        if not host.current(self.lse.device):
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """What `Alone` is made of."""
+        space = None if self.merge is None else self.merge.size.shape[0]
+        return self.marks if self.masked else None, space, *self.lse.shape
+
+
+@dataclass
+class Alone:
+    """The launches of calls that take q, k and v as they are and nothing else, on one device."""
+
+    launches: Any
+    device: torch.device
+    shape: tuple[int, ...]  # of lse
+    marks: int | None  # None: no rows may need repair
+    space: int | None  # of several KV splits
+
+    @cached_property
+    def lse(self) -> torch.Tensor:
+        """As of `Ready`."""
+        return host.like(self.shape, self.device)
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_lse: bool) -> Any:
+        """out and lse; None where they are not on the current device."""
+        if not host.current(self.device):
             return None
         out, lse = torch.empty_like(q), torch.empty_like(self.lse) if wants_lse else None
         values = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), 0]
-        if self.masked:
+        if self.marks is not None:
             values.append(self.workspace().data_ptr())
-        self.row.start(values)
+        room = None if self.space is None else torch.empty(self.space, dtype=torch.float32, device=self.device)
+        if room is not None:
+            values.append(room.data_ptr())
+        self.launches.start(values, torch._C._cuda_getCurrentRawStream(self.device.index))
         return out, lse
+
+    def workspace(self) -> torch.Tensor:
+        """Of the current stream, where rows may need repair."""
+        return host.workspace(self.device, self.marks or 0)
 
 
 def _names(p: Problem, x: Operands, merge: Merge | None) -> list[str]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from sartor.device import Device
 from sartor.kernels.spec import Tile
 from sartor.problem import Problem, mask_class
+from sartor.symbols import opaque
 
 LONG = 8  # whole tiles of a head, at least, where the last wave is split
 STEP = {1: 1.6, 2: 2.2, 3: 3.0}  # time of a key tile by warpgroups: few leave the tensor cores waiting
@@ -65,9 +66,7 @@ class Schedule:
         if not self.band:  # rows see few of the keys
             room, least = 64, 32
         fit = (room << 20) // (2 * p.seqlen_kv * (p.dim + p.dim_v))
-        heads = p.batch * p.heads_kv
-        most = min(max(least, min(fit, 8 * p.seqlen_kv // p.dim)), heads)
-        return min(range(most, most // 2, -1), key=lambda section: -heads % section * 8 // section)
+        return _section(p.batch * p.heads_kv, max(least, min(fit, 8 * p.seqlen_kv // p.dim)))  # type: ignore[no-any-return]
 
     @property
     def balanced(self) -> bool:
@@ -183,6 +182,14 @@ class Schedule:
         return EVERY if self.mask == 1 and not self.lower else 2
 
 
+@opaque
+def _section(heads: int, most: int) -> int:
+    """Heads of a section, at most so many of all, so that the last one is not much smaller."""
+    most = min(most, heads)
+    return min(range(most, most // 2, -1), key=lambda section: -heads % section * 8 // section)
+
+
+@opaque
 @lru_cache(maxsize=4096)
 def _last_wave(
     groups: int, left: int, rest: int, rests: int, sms: int, steps: tuple[tuple[int, float], ...]

@@ -38,6 +38,7 @@ from sartor.kernels.spec import Gradients, KernelSpec, Operands, Plan, Saved, Ti
 from sartor.kernels.triton import launch
 from sartor.kernels.triton import tables as table_gradients
 from sartor.problem import Problem, is_copied
+from sartor.symbols import empty_like
 
 if launch.available():
     from sartor.kernels.triton import codegen, tiles
@@ -64,7 +65,7 @@ def heads(flat: torch.Tensor, p: Problem) -> torch.Tensor:
 
 def dense_like(t: torch.Tensor) -> torch.Tensor:
     """Room for a gradient, laid out as `t` where that leaves its last dim dense: of one that overlaps it may not."""
-    room = torch.empty_like(t)
+    room = empty_like(t)
     return room if room.stride(3) == 1 else torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 

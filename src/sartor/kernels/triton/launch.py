@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from sartor.direct import Direct, version
 from sartor.kernels.spec import KernelSpec, Operands, Plan, Saved, Tile, first_of_class, length_class
 from sartor.mods.recent import Recent
 from sartor.problem import Problem
+from sartor.symbols import Lying, Symbol
 
 LOG2_E = 1.4426950408889634
 RUNTIME = ("batch", "heads_q", "seqlen_q", "seqlen_kv")  # what a kernel is not compiled anew for
@@ -97,7 +97,9 @@ def unit(*tensors: torch.Tensor) -> int:
     for t in tensors:
         strides += t.stride()[:3]
         off |= 0 if t.is_meta else t.data_ptr() % 16
-    return n if not off and math.gcd(n, *strides) == n else 1
+    for stride in strides:
+        off = off or stride % n
+    return 1 if off else n
 
 
 def strides(t: torch.Tensor, per: int = 1) -> tuple[int, int, int]:
@@ -219,6 +221,7 @@ def compile_together(steps: Sequence[Launch]) -> None:
             step.kernel.warmup(*step.arguments.values(), grid=(step.grid,), **compile_options(step.tile))
 
 
+INTEGERS = frozenset({int, Symbol})
 _COMPILED = Recent(1024)  # by `specialised`: the compiled kernel, and a launch of it, if the driver may start it
 
 
@@ -269,11 +272,11 @@ def _kind(value: Any) -> Any:
     """Of an argument: integers are told apart by 1, multiples of 16 and their width, tensors by dtype and alignment."""
     if value.__class__ is tuple:  # of strides above all
         return tuple([
-            (x == 1, x % 16 == 0, 32) if x.__class__ is int and -(2**31) <= x < 2**31 else _kind(x) for x in value
+            (x == 1, x % 16 == 0, 32) if x.__class__ in INTEGERS and -(2**31) <= x < 2**31 else _kind(x) for x in value
         ])  # fmt: skip
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, Lying)):
         return value.dtype, value.data_ptr() % 16 == 0
-    if value.__class__ is int:
+    if value.__class__ in INTEGERS:
         return value == 1, value % 16 == 0, _wide(value)
     return value.__class__
 

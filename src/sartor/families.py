@@ -1,0 +1,224 @@
+"""Calls that differ in lengths and strides alone, and read q, k and v alone: what launches them is found by a plan of
+each length until it is known as a function of these numbers (`symbols`). From then on a new length takes the host a
+tenth of the time that a plan does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from sartor.device import Device
+from sartor.kernels.spec import Again, KernelSpec, Operands, Plan, Saved
+from sartor.mods.recent import Recent
+from sartor.mods.tracing import resolve
+from sartor.plan import choose, choose_backward
+from sartor.problem import Call, Problem, changed, is_copied, rows_on_16_bytes, without_gaps
+from sartor.replay import library
+from sartor.replay.calls import layouts
+from sartor.replay.lists import Form, Replayed, form_of
+from sartor.symbols import Function, Lying, Trace, Untraceable, empty_like
+
+Tensor = torch.Tensor
+MOST = 32  # functions of a pass: few queries, and lengths of other tiles or on other multiples of 16, have others
+FAMILIES = Recent(256)  # by what their calls have in common
+
+
+class Described(NamedTuple):
+    """A forward or a backward, by how its tensors lie."""
+
+    plan: Plan
+    data: tuple[Any, ...]  # of the kernel
+    given: list[Any]  # of the call, in its layout
+    made: list[Any]
+
+
+@dataclass(frozen=True)
+class Launching:
+    """Launches as a function of lengths and strides."""
+
+    function: Function  # whose results are numbers of lists, of records, layouts, and numbers of `KernelSpec.repeated`
+    form: Form
+    names: list[str]  # of kernels
+    counts: list[int]  # of these numbers, but for the last
+    kernel: KernelSpec
+
+    @classmethod
+    def traced(cls, values: Sequence[int], described: Callable[..., Described]) -> Launching | None:
+        """Of a pass that is described by symbols of these values; None where its launches need more."""
+        trace = Trace(values)
+        plan, data, *tensors = described(trace.inputs)
+        found = plan.kernel.lying(plan, *data)
+        if found is None:
+            return None
+        row, rest, more = found
+        steps, given, made = row.listed(torch._C._cuda_getDevice())
+        form = form_of(steps, given, made)
+        if form.why:
+            return None
+        records: list[Any] = [made[i].numbers for i, *_ in form.records]  # type: ignore[union-attr]
+        results = [form.numbers(steps, made), layouts(tensors[0], tensors[1] + more), *records]
+        function = trace.function(itertools.chain(*results, rest))
+        return cls(function, form, [step.name for step in steps], [*map(len, results)], plan.kernel)
+
+    def again(self, values: Sequence[int], device: torch.device) -> Again | None:
+        """What makes the launches of these lengths and strides; None where the function is not theirs."""
+        try:
+            found = self.function(*values)
+        except ArithmeticError:
+            return None
+        if found is None:
+            return None
+        left = iter(found)
+        numbers, lie, *records = [[*itertools.islice(left, count)] for count in self.counts]
+        launches = Replayed.like(self.form, self.names, numbers, records)
+        return self.kernel.repeated(launches, device, *left)._replace(layouts=lie)
+
+
+@dataclass
+class Pass:
+    """What is known of a forward or a backward."""
+
+    described: Callable[..., Described]
+    known: list[Launching] = field(default_factory=list)
+    planned: int = 0  # lengths that plans were made for
+    tried: int = 0  # of which functions were to be found
+
+    def again(self, values: Sequence[int], device: torch.device) -> Again | None:
+        """As of `Launching`."""
+        known = self.known
+        for one in known:
+            found = one.again(values, device)
+            if found is not None:
+                if one is not known[0]:  # the next length may be like this one
+                    self.known = [one, *(other for other in known if other is not one)]
+                return found
+        return None
+
+    def learn(self, values: Sequence[int]) -> None:
+        """From the second length on that a plan was made for: many calls have only one."""
+        self.planned += 1
+        if self.planned < 2 or self.tried >= MOST:
+            return
+        self.tried += 1
+        try:
+            found = Launching.traced(values, self.described)
+        except Exception:  # whatever it is: the call was made, and plans make others
+            self.tried = MOST
+            return
+        self.known = [*self.known, *([] if found is None else [found])]
+
+
+class Family:
+    """Of calls like one, whose problem has this kind and these aux values, functions of the lengths among them."""
+
+    def __init__(self, call: Call, kind: Problem, values: Sequence[Any], single: bool) -> None:
+        self.kind, self.values, self.device = kind, values, Device.of(call.q.device)
+        self.single = single  # whether there is one query
+        self.call = replace(call, q=None, k=None, v=None)  # type: ignore[arg-type] # its options
+        self.place, self.axis = call.q.device, 1 if call.layout == "bshd" else 2
+        self.repeats = torch.are_deterministic_algorithms_enabled()
+        self.dout: tuple[int, ...] | None = None  # strides of gradients that arrive; None: those of out
+        self.forward, self.backward = Pass(self._forward), Pass(self._backward)
+
+    @staticmethod
+    def of(call: Call, options: tuple[Any, ...]) -> Family | None:
+        """Of a call whose arguments besides q, k and v `options` tell, how these are aligned too. None where plans for
+        single lengths are made, or where Python makes the launches."""
+        q, k, v = (t.shape for t in (call.q, call.k, call.v))
+        if library.why_not() or not len(q) == len(k) == len(v) == 4:
+            return None
+        at = 1 if call.layout == "bshd" else 2
+        if k[at] != v[at]:
+            return None
+        heads, q_, k_, v_ = 3 - at, call.q, call.k, call.v
+        sizes = q[at] == 1, q[0], q[heads], q[3], k[0], k[heads], k[3], v[0], v[heads], v[3]
+        key = *options, sizes, q_.dtype, k_.dtype, v_.dtype, q_.device, k_.device, v_.device
+        found = FAMILIES.get(key)
+        if found is None:
+            kind = Problem.kind_of(call, call.key())
+            if kind is None:
+                return None
+            problem, values = Problem.of_kind(call, kind)
+            found = Family(call, problem, values, kind[0])
+            if not found.serves(problem):
+                return None
+            FAMILIES.add(key, found)
+        return found  # type: ignore[no-any-return]
+
+    @staticmethod
+    def serves(p: Problem) -> bool:
+        """Whether kernels are given q, k and v as they are, and out is what `empty_like` makes of q."""
+        return not p.copies and p.out_like_q and p.rows_on_16_bytes
+
+    def lengths(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+        """And strides: what a forward is a function of."""
+        return q.shape[self.axis], k.shape[self.axis], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
+
+    def of_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
+        """The same of a backward; None where dout or what was saved lies in another way than functions can say."""
+        dense = q.stride(3) == k.stride(3) == v.stride(3) == out.stride(3) == dout.stride(3) == 1
+        if not dense or dout.dtype != q.dtype or not lse.is_contiguous():
+            return None
+        if torch.are_deterministic_algorithms_enabled() != self.repeats:
+            return None
+        of_out, of_dout = out.stride()[:3], dout.stride()[:3]
+        self.dout = None if of_out == of_dout else of_dout
+        return *self.lengths(q, k, v), *of_out, *of_dout
+
+    def foreseen(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> tuple[int, ...]:
+        """The same, before it is known how dout lies: as it did before."""
+        of_out = out.stride()[:3]
+        return *self.lengths(q, k, v), *of_out, *(self.dout or of_out)
+
+    def _problem(self, numbers: Sequence[Any]) -> tuple[Problem, tuple[Any, ...]]:
+        sq, skv = 1 if self.single else numbers[0], numbers[1]
+        return self.kind.of_lengths(sq, skv), tuple([resolve(value, sq, skv) for value in self.values])
+
+    def _lie(self, numbers: Sequence[Any]) -> list[Any]:
+        """q, k, v and more like q, in the layout of the call. Raises Untraceable where a problem would say of these
+        what this one does not."""
+        p, (sq, skv, *strides) = self.kind, numbers
+        sq, found = 1 if self.single else sq, []
+        for i in range(0, len(strides), 3):
+            length, heads = (skv, p.heads_kv) if i in (3, 6) else (sq, p.heads_q)
+            shape = (p.batch, length, heads, p.dim) if self.axis == 1 else (p.batch, heads, length, p.dim)
+            found.append(Lying(shape, (*strides[i : i + 3], 1), p.dtype, self.place))
+        for t in found[:3]:
+            if is_copied(self._turned(t)) or not rows_on_16_bytes(self._turned(t)):
+                raise Untraceable
+        if not without_gaps(_made_like(found[0])):
+            raise Untraceable
+        return found
+
+    def _turned(self, t: Any) -> Any:
+        """In layout bshd."""
+        return t if self.axis == 1 else t.transpose(1, 2)
+
+    def _lse(self, p: Problem) -> Any:
+        rows = p.seqlen_q
+        return Lying((p.batch, p.heads_q, rows), (p.heads_q * rows, rows, 1), torch.float32, self.place)
+
+    def _forward(self, numbers: Sequence[Any]) -> Described:
+        p, aux = self._problem(numbers)
+        q, k, v = given = self._lie(numbers)
+        x = Operands(q, k, v, aux=aux, layout=self.call.layout)
+        plan = changed(choose(p, self.device), cache={})
+        return Described(plan, (x,), given, [_made_like(q), self._lse(p)])
+
+    def _backward(self, numbers: Sequence[Any]) -> Described:
+        p, aux = self._problem(numbers)
+        lse, tensors = self._lse(p), self._lie(numbers)
+        q, k, v, out, dout = map(self._turned, tensors)
+        data = Operands(q, k, v, aux=aux), Saved(out, lse, dout, None)
+        given, made = [tensors[4], *tensors[:4], lse], [*map(_made_like, tensors[:3])]
+        return Described(changed(choose_backward(p, self.device), cache={}), data, given, made)
+
+
+def _made_like(t: Any) -> Any:
+    """What `empty_like` makes, without a look at the strides where there are no gaps."""
+    return t if without_gaps(t) else empty_like(t)

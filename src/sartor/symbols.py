@@ -1,0 +1,243 @@
+"""Numbers of launches as functions of lengths and strides: Python's own code makes them once of symbols, and what it
+did is written down as a function, which makes those of other lengths in microseconds.
+
+A symbol has a value, that of the call it was made in. What code asks of it (a comparison, whether it is 0) becomes a
+guard: of lengths that would be answered otherwise the function returns None. What needs the value itself (an index, a
+text, a struct) raises Untraceable, so that nothing can hang on a length unseen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+
+Function = Callable[..., tuple[Any, ...] | None]
+NUMBERS = frozenset({int, float, bool})
+_SYMBOLS = re.compile(r"\bx\d+")
+_NAMES = itertools.count()  # of symbols, of all traces: equal ones are one
+
+
+class Untraceable(Exception):
+    """The value of a symbol was asked for."""
+
+
+class Trace:
+    """What is done to symbols, as lines of Python; `values` are those of its inputs."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.lines: dict[str, None] = {}
+        self.known: dict[str, Symbol] = {}  # by what they are made of
+        self.constants: dict[str, Any] = {"inf": math.inf, "nan": math.nan}
+        self.inputs = [Symbol(self, f"x{next(_NAMES)}", value) for value in values]
+
+    def made(self, text: str, value: Any) -> Symbol:
+        """The symbol of an expression."""
+        found = self.known.get(text)
+        if found is None:
+            found = self.known[text] = Symbol(self, f"x{next(_NAMES)}", value)
+            self.lines[f"{found.name} = {text}"] = None
+        return found
+
+    def guard(self, text: str, holds: bool) -> bool:
+        """Write down that this holds, or does not."""
+        self.lines[f"if {'not ' * holds}({text}): return None"] = None
+        return holds
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a function of numbers returns, a number or a tuple of them: it is called again for each length."""
+        found = function(*[a.value if isinstance(a, Symbol) else a for a in args])
+        text = f"{self._constant(function)}({', '.join(map(self._text, args))})"
+        if not isinstance(found, tuple):
+            return self.made(text, found)
+        whole = self.made(text, found)
+        return tuple([self.made(f"{whole.name}[{i}]", value) for i, value in enumerate(found)])
+
+    def function(self, results: Iterable[Any]) -> Function:
+        """Of the inputs, which returns the results; None where a guard fails. It ends the trace, whose symbols caches
+        may keep."""
+        given = ", ".join(symbol.name for symbol in self.inputs)
+        lines, found = [f"return ({''.join(f'{self._text(x)}, ' for x in results)})"], self.constants
+        used = {*_SYMBOLS.findall(lines[0])}
+        for line in reversed(self.lines):  # what nothing hangs on is left out
+            names = _SYMBOLS.findall(line)
+            if line.startswith("if ") or names[0] in used:
+                used.update(names)
+                lines.append(line)
+        exec("\n ".join([f"def made({given}):", *reversed(lines)]), found)
+        self.lines, self.known, self.constants = {}, {}, {}
+        return found["made"]  # type: ignore[no-any-return]
+
+    def _text(self, x: Any) -> str:
+        if isinstance(x, Symbol):
+            return x.name
+        return repr(x) if x.__class__ in NUMBERS else self._constant(x)
+
+    def _constant(self, x: Any) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = x
+        return name
+
+
+def _operation(text: str, of: Callable[[Any, Any], Any], turned: bool = False) -> Any:
+    def made(self: Symbol, other: Any) -> Any:
+        x, y = (other, self) if turned else (self, other)
+        if other.__class__ in NUMBERS or other.__class__ is Symbol:
+            return self.trace.made(f"{_name(x)} {text} {_name(y)}", of(_value(x), _value(y)))
+        return NotImplemented
+
+    return made
+
+
+def _question(text: str, of: Callable[[Any, Any], bool]) -> Any:
+    def asked(self: Symbol, other: Any) -> Any:
+        if other.__class__ in NUMBERS or (other.__class__ is Symbol and other.trace is self.trace):
+            return self.trace.guard(f"{self.name} {text} {_name(other)}", of(self.value, _value(other)))
+        return NotImplemented
+
+    return asked
+
+
+class Symbol:
+    """A number of a trace. As a key it is itself, so that caches keep what is made of it apart from all else."""
+
+    __slots__ = ("name", "trace", "value")
+
+    def __init__(self, trace: Trace, name: str, value: Any) -> None:
+        self.trace, self.name, self.value = trace, name, value
+
+    __add__, __radd__ = _operation("+", operator.add), _operation("+", operator.add, turned=True)
+    __sub__, __rsub__ = _operation("-", operator.sub), _operation("-", operator.sub, turned=True)
+    __mul__, __rmul__ = _operation("*", operator.mul), _operation("*", operator.mul, turned=True)
+    __mod__, __rmod__ = _operation("%", operator.mod), _operation("%", operator.mod, turned=True)
+    __floordiv__, __rfloordiv__ = (_operation("//", operator.floordiv, turned) for turned in (False, True))
+    __truediv__, __rtruediv__ = (_operation("/", operator.truediv, turned) for turned in (False, True))
+    __lt__, __le__ = _question("<", operator.lt), _question("<=", operator.le)
+    __gt__, __ge__ = _question(">", operator.gt), _question(">=", operator.ge)
+    _equals, __hash__ = _question("==", operator.eq), object.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        return self is other or self._equals(other)
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __neg__(self) -> Symbol:
+        return self.trace.made(f"-{self.name}", -self.value)
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __ceil__(self) -> Any:
+        return self.trace.call(math.ceil, [self])
+
+    def bit_length(self) -> int:
+        """Of integers."""
+        found: int = self.value.bit_length()
+        self.trace.guard(f"{self.name}.bit_length() == {found}", True)
+        return found
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    def _refuse(self, *_: Any) -> Any:
+        raise Untraceable
+
+    __index__ = __int__ = __float__ = __str__ = __format__ = _refuse
+
+
+def _name(x: Any) -> str:
+    return x.name if x.__class__ is Symbol else f"{x!r}"
+
+
+def _value(x: Any) -> Any:
+    return x.value if x.__class__ is Symbol else x
+
+
+def opaque(function: Callable[..., Any]) -> Any:
+    """A function of numbers that a trace calls as it is, whatever it does inside."""
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        for a in args:
+            if a.__class__ is Symbol:
+                return a.trace.call(function, args)
+        return function(*args)
+
+    return call
+
+
+class Lying:
+    """A tensor of which is known how it lies, on 16 bytes, with sizes and strides that may be symbols."""
+
+    is_meta = False
+
+    def __init__(self, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: torch.dtype, device: Any) -> None:
+        self.shape, self.strides, self.dtype, self.device = shape, strides, dtype, device
+        self.itemsize = dtype.itemsize
+
+    def stride(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return self.strides if dim is None else self.strides[dim]
+
+    def element_size(self) -> int:
+        """Bytes."""
+        return self.itemsize
+
+    def data_ptr(self) -> int:
+        """Where nothing but the alignment is told."""
+        return 0
+
+    storage_offset = data_ptr
+
+    def is_contiguous(self) -> bool:
+        """As of a tensor."""
+        step: Any = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1:
+                if stride != step:
+                    return False
+                step = step * size
+        return True
+
+    def transpose(self, one: int, other: int) -> Lying:
+        """As of a tensor."""
+        turn = [*range(len(self.shape))]
+        turn[one], turn[other] = turn[other], turn[one]
+        shape, strides = (tuple([x[i] for i in turn]) for x in (self.shape, self.strides))
+        return Lying(shape, strides, self.dtype, self.device)
+
+    def view(self, dtype: torch.dtype) -> Lying:
+        """As of a tensor."""
+        return Lying(self.shape, self.strides, dtype, self.device)
+
+    def to(self, dtype: torch.dtype) -> Lying:
+        """Itself: nothing is copied."""
+        if dtype != self.dtype:
+            raise Untraceable
+        return self
+
+    def like(self) -> Lying:
+        """What `empty_like` makes of it: without gaps, its dims in the order of their strides. Where two are equal one
+        of the dims has a single place, of which no stride is read."""
+        shape, given = self.shape, self.strides
+        order = sorted(range(len(shape)), key=lambda dim: (_value(given[dim]), -dim))
+        for i, j in itertools.pairwise(order):
+            if not (given[i] < given[j] or (given[i] == given[j] and (shape[i] == 1 or shape[j] == 1))):
+                raise Untraceable
+        strides: list[Any] = [0] * len(order)
+        step: Any = 1
+        for dim in order:
+            strides[dim], step = step, step * self.shape[dim]
+        return Lying(self.shape, tuple(strides), self.dtype, self.device)
+
+
+def empty_like(t: torch.Tensor) -> torch.Tensor:
+    """torch's, of what only lies too."""
+    return t.like() if isinstance(t, Lying) else torch.empty_like(t)  # type: ignore[return-value]
