@@ -12,7 +12,7 @@ from sartor.lab.measure import providers
 from sartor.lab.measure.timing import synchronize
 from sartor.lab.workloads.workload import Inputs, Workload
 
-LENGTHS, FIRST = 10, 4  # lengths, each one less than the one before; of which the first compile what no length did yet
+LENGTHS, FIRST = 24, 12  # each one less than the one before; the first compile, or are planned, as no length was yet
 
 
 def call_us(attend: providers.Attend, w: Workload, x: Inputs, device: torch.device) -> float | None:

@@ -199,7 +199,7 @@ def cost(records: list[Record], baseline: str) -> Table:
             _ratio(walls.get(baseline), walls.get("sartor")), *map(number, new),
         ])  # fmt: skip
     table.notes.append(
-        "New length: a call of a length that the process has not seen, whose kernels it has compiled, to its end."
+        "New length: a call of a length that the process has not seen, to its end, after calls of twelve others."
     )
     return table
 
