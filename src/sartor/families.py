@@ -24,7 +24,6 @@ from sartor.replay.lists import Form, Replayed, form_of
 from sartor.symbols import Function, Lying, Trace, Untraceable, empty_like
 
 Tensor = torch.Tensor
-MOST = 32  # functions of a pass: few queries, and lengths of other tiles or on other multiples of 16, have others
 FAMILIES = Recent(256)  # by what their calls have in common
 
 
@@ -79,6 +78,13 @@ class Launching:
         return self.kernel.repeated(launches, device, *left)._replace(layouts=lie)
 
 
+def due(planned: int) -> bool:
+    """Whether a function is to be found, when so many lengths were planned: of the second, as many calls have one only,
+    and whenever there are twice as many. It takes as long as some plans do, and the first one serves most lengths: few
+    queries, and lengths of other tiles or on multiples of 16, have others."""
+    return planned > 1 and planned & (planned - 1) == 0
+
+
 @dataclass
 class Pass:
     """What is known of a forward or a backward."""
@@ -86,7 +92,7 @@ class Pass:
     described: Callable[..., Described]
     known: list[Launching] = field(default_factory=list)
     planned: int = 0  # lengths that plans were made for
-    tried: int = 0  # of which functions were to be found
+    hopeless: bool = False  # whether no function says what they launch
 
     def again(self, values: Sequence[int], device: torch.device) -> Again | None:
         """As of `Launching`."""
@@ -100,16 +106,15 @@ class Pass:
         return None
 
     def learn(self, values: Sequence[int]) -> None:
-        """From the second length on that a plan was made for: many calls have only one."""
+        """From a length that a plan was made for."""
         self.planned += 1
-        if self.planned < 2 or self.tried >= MOST:
+        if self.hopeless or not due(self.planned):
             return
-        self.tried += 1
         try:
             found = Launching.traced(values, self.described)
         except Exception:  # whatever it is: the call was made, and plans make others
-            self.tried = MOST
-            return
+            found = None
+        self.hopeless = found is None
         self.known = [*self.known, *([] if found is None else [found])]
 
 
