@@ -5,7 +5,6 @@ tenth of the time that a plan does.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -40,10 +39,9 @@ class Described(NamedTuple):
 class Launching:
     """Launches as a function of lengths and strides."""
 
-    function: Function  # whose results are numbers of lists, of records, layouts, and numbers of `KernelSpec.repeated`
+    function: Function  # numbers of lists, layouts, numbers of `KernelSpec.repeated`, and those of each record
     form: Form
     names: list[str]  # of kernels
-    counts: list[int]  # of these numbers, but for the last
     kernel: KernelSpec
 
     @classmethod
@@ -60,9 +58,8 @@ class Launching:
         if form.why:
             return None
         records: list[Any] = [made[i].numbers for i, *_ in form.records]  # type: ignore[union-attr]
-        results = [form.numbers(steps, made), layouts(tensors[0], tensors[1] + more), *records]
-        function = trace.function(itertools.chain(*results, rest))
-        return cls(function, form, [step.name for step in steps], [*map(len, results)], plan.kernel)
+        function = trace.function(form.numbers(steps, made), layouts(tensors[0], tensors[1] + more), rest, *records)
+        return cls(function, form, [step.name for step in steps], plan.kernel)
 
     def again(self, values: Sequence[int], device: torch.device) -> Again | None:
         """What makes the launches of these lengths and strides; None where the function is not theirs."""
@@ -72,17 +69,16 @@ class Launching:
             return None
         if found is None:
             return None
-        left = iter(found)
-        numbers, lie, *records = [[*itertools.islice(left, count)] for count in self.counts]
+        numbers, lie, rest, *records = found
         launches = Replayed.like(self.form, self.names, numbers, records)
-        return self.kernel.repeated(launches, device, *left)._replace(layouts=lie)
+        return self.kernel.repeated(launches, device, *rest)._replace(layouts=lie)
 
 
-def due(planned: int) -> bool:
-    """Whether a function is to be found, when so many lengths were planned: of the second, as many calls have one only,
-    and whenever there are twice as many. It takes as long as some plans do, and the first one serves most lengths: few
-    queries, and lengths of other tiles or on multiples of 16, have others."""
-    return planned > 1 and planned & (planned - 1) == 0
+def due(planned: int, known: int) -> bool:
+    """Whether one more function is to be found, when so many lengths were planned since the last. The first one waits
+    for a second length, as many calls have one only. Others serve fewer and fewer lengths (few queries, other tiles,
+    multiples of 16), and each takes as long to find as some plans do."""
+    return planned > known + 1
 
 
 @dataclass
@@ -91,7 +87,7 @@ class Pass:
 
     described: Callable[..., Described]
     known: list[Launching] = field(default_factory=list)
-    planned: int = 0  # lengths that plans were made for
+    planned: int = 0  # lengths, since a function was found
     hopeless: bool = False  # whether no function says what they launch
 
     def again(self, values: Sequence[int], device: torch.device) -> Again | None:
@@ -108,8 +104,9 @@ class Pass:
     def learn(self, values: Sequence[int]) -> None:
         """From a length that a plan was made for."""
         self.planned += 1
-        if self.hopeless or not due(self.planned):
+        if self.hopeless or not due(self.planned, len(self.known)):
             return
+        self.planned = 0
         try:
             found = Launching.traced(values, self.described)
         except Exception:  # whatever it is: the call was made, and plans make others

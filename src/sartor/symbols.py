@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-Function = Callable[..., tuple[Any, ...] | None]
+Function = Callable[..., tuple[tuple[Any, ...], ...] | None]
 NUMBERS = frozenset({int, float, bool})
 _SYMBOLS = re.compile(r"\bx\d+")
 _NAMES = itertools.count()  # of symbols, of all traces: equal ones are one
@@ -59,11 +59,12 @@ class Trace:
         whole = self.made(text, found)
         return tuple([self.made(f"{whole.name}[{i}]", value) for i, value in enumerate(found)])
 
-    def function(self, results: Iterable[Any]) -> Function:
-        """Of the inputs, which returns the results; None where a guard fails. It ends the trace, whose symbols caches
-        may keep."""
+    def function(self, *results: Iterable[Any]) -> Function:
+        """Of the inputs, which returns these, as tuples; None where a guard fails. It ends the trace, whose symbols
+        caches may keep."""
         given = ", ".join(symbol.name for symbol in self.inputs)
-        lines, found = [f"return ({''.join(f'{self._text(x)}, ' for x in results)})"], self.constants
+        parts = [f"({''.join(f'{self._text(x)}, ' for x in part)})" for part in results]
+        lines, found = [f"return {', '.join(parts)},"], self.constants
         used = {*_SYMBOLS.findall(lines[0])}
         for line in reversed(self.lines):  # what nothing hangs on is left out
             names = _SYMBOLS.findall(line)

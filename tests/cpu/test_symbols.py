@@ -39,7 +39,7 @@ def test_functions_compute_what_python_does():
         x, y = rng.randrange(1, 400), rng.randrange(1, 90)
         made = [f(x, y) for f in functions]
         for found in made:
-            assert found is None or [*map(repr, found)] == [*map(repr, everything(x, y))], (x, y)
+            assert found is None or [*map(repr, found[0])] == [*map(repr, everything(x, y))], (x, y)
         known += any(found is not None for found in made)
         trace = Trace([x, y])
         results = everything(*trace.inputs)
@@ -91,7 +91,7 @@ def test_what_lies_lies_as_a_tensor():
             turned = lying.transpose(1, 2)
             assert [n.value for n in turned.stride()] == [*t.transpose(1, 2).stride()]
             made = trace.function(empty_like(lying).strides)
-            again = [*made(*t.shape, *t.stride())]
+            again = made(*t.shape, *t.stride())[0]
             wanted = torch.empty_like(t).stride() if not without_gaps(t) or 1 not in t.shape else None
             assert wanted is None or [n for n, size in zip(again, t.shape, strict=True) if size > 1] == [
                 n for n, size in zip(wanted, t.shape, strict=True) if size > 1

@@ -11,7 +11,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,9 @@ class _Torch(ctypes.Structure):
 CALL = struct.Struct(f"=5Q{(TENSORS + MADE) * '9q2i'}{TENSORS + MADE + 6}i")
 
 
+_Call = ctypes.c_char * CALL.size
+
+
 class _First(ctypes.Structure):
     _fields_ = [("forward", ctypes.c_void_p), ("backward", ctypes.c_void_p)]
 
@@ -66,11 +69,12 @@ class Kind:
     returned: int
     kept: int = 0
 
-    @property
-    def places(self) -> tuple[int, ...]:
-        """As replay.c has them."""
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Places and counts, as replay.c has them."""
         given, made = self.given, self.made
-        return *given, *[0] * (TENSORS - len(given)), *made, *[0] * (MADE - len(made))
+        places = *given, *[0] * (TENSORS - len(given)), *made, *[0] * (MADE - len(made))
+        return *places, self.kept, len(given), len(made), self.returned
 
 
 FORWARD = Kind("forward", (0, 1, 2), (3, 4), 2, 6)  # q, k, v; out, lse; no sinks
@@ -96,13 +100,12 @@ class Calls:
         if len(others) >= self.MOST:
             return
         first = 0, launches.at, driver.context(), stream, 0 if kept is None else kept.data_ptr()
-        counts = kind.kept, len(kind.given), len(kind.made), kind.returned, _functions().of_device(device.type)
-        call = (ctypes.c_char * CALL.size)()
-        repeats = torch.are_deterministic_algorithms_enabled()
-        CALL.pack_into(call, 0, *first, *layouts, *kind.places, *counts, repeats)
+        rest = _functions().of_device(device.type), torch.are_deterministic_algorithms_enabled()
+        call = _Call()
+        CALL.pack_into(call, 0, *first, *layouts, *kind.numbers, *rest)
         others.append((call, launches, kept))
-        first = ctypes.addressof(self._first) + getattr(_First, kind.name).offset
-        library.loaded().sartor_add(first, ctypes.addressof(call))
+        place = ctypes.addressof(self._first) + getattr(_First, kind.name).offset
+        library.loaded().sartor_add(place, ctypes.addressof(call))
 
 
 class _Functions:
@@ -114,11 +117,15 @@ class _Functions:
         cuda = folder / "libtorch_cuda.so"
         self.cuda = ctypes.CDLL(str(cuda)) if cuda.is_file() else None
         self.standard = ctypes.CDLL("libstdc++.so.6")
+        self.devices = dict[str, int]()
         self.dtypes = {getattr(torch, name): getattr(self.torch, f"aoti_torch_dtype_{name}")() for name in DTYPES}
 
     def of_device(self, kind: str) -> int:
         """torch's number of a kind of devices."""
-        return int(getattr(self.torch, f"aoti_torch_device_type_{kind}")())
+        found = self.devices.get(kind)
+        if found is None:
+            found = self.devices[kind] = int(getattr(self.torch, f"aoti_torch_device_type_{kind}")())
+        return found
 
     def find(self, name: str) -> Any:
         """Raises AttributeError where nobody has it."""
