@@ -167,7 +167,7 @@ def test_functions_of_lengths_say_what_plans_say(call, way, options, heads, dim,
     used, like = [], lists.Replayed.like.__func__
     some = [*{lengths[call is one :]: lengths for lengths in lengths_for(dim)}.values()]
     monkeypatch.setattr(lists.Replayed, "like", classmethod(lambda *args: used.append(1) or like(*args)))
-    monkeypatch.setattr(families, "due", lambda planned, known: known or planned > 1)
+    monkeypatch.setattr(families, "due", lambda planned, tried: tried or planned > 1)
     with launched() as found:
         made, by_functions = [], families.Family.of
         for of in (by_functions, lambda *_: None):
