@@ -17,7 +17,7 @@ from sartor import ops
 from sartor.checks import PLAIN, sides
 from sartor.guards import each_once, guard
 from sartor.kernels.once import once
-from sartor.node import Work, alone
+from sartor.node import work_of
 from sartor.problem import Call, Problem, heads_outermost, wide
 
 Tensor = torch.Tensor
@@ -64,16 +64,16 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, scale: Any, softcap: float, causal:
 def _found(q: Tensor, k: Tensor, v: Tensor, scale: Any, softcap: Any, causal: str, window: Any, kernel: str) -> Any:
     """How such a call is computed; None of one whose plan needs more than q, k and v as they are."""
     tensors, twice = each_once((q, k, v))
-    key = (
-        "plain", twice, q.numel(), k.numel(), scale, softcap, causal, None if window is None else tuple(window), kernel,
+    options = (
+        "plain", twice, scale, softcap, causal, None if window is None else tuple(window), kernel,
         q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
+    key = q.numel(), k.numel(), *options
     seen: Any = ops.PREPARED.get(key, ())
     for same, work in seen:
         if same(*tensors):
             return work
-    prepared = ops.prepare(call_of(q, k, v, scale, softcap, causal, window, kernel))
-    work = Work(prepared, "bshd") if alone(prepared) else None
+    work = work_of(call_of(q, k, v, scale, softcap, causal, window, kernel), options)
     same = guard(tensors)
     ops.PREPARED.add(key, ((same, work), *seen[: ALIKE - 1]))
     return work

@@ -115,9 +115,10 @@ class Work:
         rows, heads = out.shape[family.axis], out.shape[3 - family.axis]
         self.layouts = (*map(ops._layout, (q, k, v, out)), ((heads * rows, rows, 1), 0))
         again = family.backward.again(family.foreseen(q, k, v, out), q.device)
-        if again is not None and isinstance(again.launches, Replayed):
-            self.calls.add(BACKWARD, again.layouts, q.device, again.launches)  # type: ignore[union-attr]
-            self.mends = self.mends or again.mends
+        if again is None or not isinstance(again.launches, Replayed) or (again.mends and direct.hooked()):
+            return
+        self.calls.add(BACKWARD, again.layouts, q.device, again.launches)  # type: ignore[union-attr]
+        self.mends = self.mends or again.mends
 
     def backward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """dq, dk, dv. Given are dout, and q, k, v, out and lse, which the caller may have moved since."""
@@ -171,27 +172,31 @@ def alone(prepared: ops.Prepared) -> bool:
     return not (None in prepared.template or p.sinks or p.dropout_p or p.copies or p.out_dtype != p.dtype)
 
 
+def work_of(call: Call, options: tuple[Any, ...]) -> Work | None:
+    """None of a plan that is not for q, k and v alone. Where launches of other lengths are known, it is to be seen
+    whether this call needs a plan. `options` as of `Family`."""
+    family = Family.of(call, options) if call.q.is_cuda else None
+    if family is not None and family.forward.known:
+        return Work(None, call.layout, family)
+    prepared = ops.prepare(call)
+    return Work(prepared, call.layout, family) if alone(prepared) else None
+
+
 class Native:
     """A plan of which autograd has to keep q, k, v and the results, and nothing else."""
 
     __slots__ = ("device", "handle", "operator", "work")
 
-    def __init__(
-        self, prepared: ops.Prepared | None, layout: str, device: torch.device, family: Family | None = None
-    ) -> None:  # fmt: skip
-        self.operator, self.device = operator(), device
-        self.work = Work(prepared, layout, family)
+    def __init__(self, work: Work, device: torch.device) -> None:
+        self.operator, self.work, self.device = operator(), work, device
         self.handle: Any = None  # for C, once autograd follows a call
 
     @classmethod
     def of(cls, call: Call, options: tuple[Any, ...]) -> Native | None:
-        """None of a plan that is not for q, k and v alone. Where launches of other lengths are known, it is to be seen
-        whether this call needs a plan. `options` as of `Family`."""
-        family, layout, device = Family.of(call, options), call.layout, call.q.device
-        if family is not None and family.forward.known:
-            return cls(None, layout, device, family)
-        prepared = ops.prepare(call)
-        return cls(prepared, layout, device, family) if alone(prepared) else None
+        """None where there is no work, see `work_of`."""
+        operator()  # it is served before there is work, which asks whether C makes calls
+        work = work_of(call, options)
+        return None if work is None else cls(work, call.q.device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """out, for autograd to follow; None where saved tensors have hooks, which may give back something else."""

@@ -42,7 +42,7 @@ def attend(options, layout="bshd", kernel="blocked"):
 
     @cache
     def plan(strides, deterministic):
-        return node.Native(ops.prepare(Call(*strides_of[strides], **options)), layout, torch.device("cpu"))
+        return node.Native(node.Work(ops.prepare(Call(*strides_of[strides], **options)), layout), torch.device("cpu"))
 
     strides_of = {}
 
@@ -102,7 +102,7 @@ def test_no_second_derivative():
 def test_a_graph_outlives_its_plan():
     """The node keeps what its call is, and nothing else does."""
     q, k, v = settings.inputs("cpu", torch.float32, 16)
-    native = node.Native(ops.prepare(Call(q, k, v, kernel="blocked")), "bshd", q.device)
+    native = node.Native(node.Work(ops.prepare(Call(q, k, v, kernel="blocked")), "bshd"), q.device)
     out, kept = native.attend(q, k, v), weakref.ref(native.handle)
     del native
     gc.collect()
