@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from sartor.problem import Problem
+from sartor.symbols import opaque
 
 TILE = 64  # queries, and keys
 BYTES = 2 * TILE * TILE
@@ -48,12 +49,12 @@ class Shape:
 
     def seen(self, j: int) -> int:
         """Tiles of queries that the j-th of keys has room for: `Piece::first_query` in wide.cuh."""
-        return self.queries - min(max(j - self.skew, 0), self.most)
+        return _seen(self.queries, self.most, self.skew, j)
 
     def bytes(self, piece: Piece) -> int:
         """Of the gradients of scores."""
-        tiles = sum(self.seen(j) for j in range(piece.first_tile, piece.first_tile + piece.tiles))
-        return piece.heads * self.group * BYTES * tiles
+        tiles = _tiles(self.queries, self.most, self.skew, piece.first_tile, piece.tiles)
+        return piece.heads * self.group * BYTES * tiles  # type: ignore[no-any-return]
 
     def carried(self, heads: int) -> int:
         """Bytes of dq on its way between ranges of keys."""
@@ -104,9 +105,31 @@ def limit(p: Problem) -> int:
     return max(LEAST, p.batch * rows * (p.dim + p.dim_v) * p.dtype.itemsize) // 16 * 17
 
 
-@lru_cache(maxsize=256)
+def _seen(queries: int, most: int, skew: int, j: int) -> int:
+    return queries - min(max(j - skew, 0), most)
+
+
+@opaque
+def _tiles(queries: int, most: int, skew: int, first: int, count: int) -> int:
+    return sum(_seen(queries, most, skew, j) for j in range(first, first + count))
+
+
 def pieces(shape: Shape, room: int, sms: int) -> tuple[Piece, ...]:
     """The pieces that take the least time of those that fit; none where nothing fits."""
+    if _whole(*vars(shape).values(), room, sms):
+        return (Piece(0, shape.heads, 0, shape.keys),)
+    return _pieces(shape, room, sms)
+
+
+@opaque
+def _whole(*numbers: int) -> bool:
+    *of, room, sms = numbers
+    shape = Shape(*of)
+    return _pieces(shape, room, sms) == (Piece(0, shape.heads, 0, shape.keys),)
+
+
+@lru_cache(maxsize=256)
+def _pieces(shape: Shape, room: int, sms: int) -> tuple[Piece, ...]:
     found: list[list[Piece]] = []
     counts = {-(-shape.heads // parts) for parts in range(1, min(shape.heads, 64) + 1)} | set(range(1, 9))
     for heads in sorted(n for n in counts if n <= shape.heads):

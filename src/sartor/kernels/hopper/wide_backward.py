@@ -31,6 +31,7 @@ from sartor.kernels.spec import Operands, Plan, Saved, Tile
 from sartor.kernels.triton import launch
 from sartor.kernels.triton.backward import dense_like, padded_rows
 from sartor.problem import Problem
+from sartor.symbols import Symbol
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,7 +125,7 @@ class WideBackward(HopperBackward):
 def skew(p: Problem, aux: tuple[Any, ...]) -> int:
     """By how many tiles keys may be ahead of the queries that see them, under a causal mask; else no bound."""
     cols = p.program.cols
-    if cols is None or cols[0].text() != "(kv - aux[0])" or not aux or not isinstance(aux[0], int):
+    if cols is None or cols[0].text() != "(kv - aux[0])" or not aux or not isinstance(aux[0], (int, Symbol)):
         return cutting.NONE
     return max(-cutting.NONE, min(cutting.NONE, -(-aux[0] // 64)))
 
