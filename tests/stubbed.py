@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from sartor import driver, families, node, nvrtc, ops
+from sartor import driver, dynamic_shapes, node, nvrtc, ops
 from sartor.device import ARCHITECTURES, Device
 from sartor.kernels.cuda import host
 from sartor.mods.recent import Recent
@@ -83,7 +83,7 @@ def stubbed() -> Any:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         patch.setattr(ops, "PREPARED", Recent(2048))
-        patch.setattr(families, "FAMILIES", Recent(256))
+        patch.setattr(dynamic_shapes, "KNOWN", Recent(256))
         patch.setattr(calls._functions(), "cuda", stub.library)
         patch.setattr(node, "_SERVED", [])
         served = node.serve("CPU", "AutogradCPU")

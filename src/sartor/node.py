@@ -18,7 +18,7 @@ import torch
 
 from sartor import direct, ops
 from sartor.device import capturing
-from sartor.families import Family
+from sartor.dynamic_shapes import DynamicShapes
 from sartor.guards import each_once, guard
 from sartor.kernels.cuda.host import current, like
 from sartor.kernels.native import hooked
@@ -35,10 +35,10 @@ ALIKE = 8  # backwards kept of one plan, which differ in what arrives, or in gua
 class Work:
     """What the operator's kernels do with a call's tensors, in its layout."""
 
-    __slots__ = ("again", "calls", "family", "gradients", "layouts", "mends", "prepared", "turned", "turns")
+    __slots__ = ("again", "calls", "dynamic", "gradients", "layouts", "mends", "prepared", "turned", "turns")
 
-    def __init__(self, prepared: ops.Prepared | None, layout: str, family: Family | None = None) -> None:
-        self.prepared, self.family, self.turned = prepared, family, layout != "bshd"
+    def __init__(self, prepared: ops.Prepared | None, layout: str, dynamic: DynamicShapes | None = None) -> None:
+        self.prepared, self.dynamic, self.turned = prepared, dynamic, layout != "bshd"
         self.turns = self.turned and prepared is not None and not prepared.any_layout  # in the forward too
         self.layouts: tuple[Any, ...] = ()  # of what the node saves: for all calls of the plan
         self.again: Again | None = None  # of the forward
@@ -52,20 +52,19 @@ class Work:
         found = None if self.again is None else self.again.run(q, k, v, lse)
         return self._first(q, k, v, lse) if found is None else found
 
-    def _planned(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        if self.prepared is None:
-            assert self.family is not None
-            self.prepared = ops.prepare(replace(self.family.call, q=q, k=k, v=v))
-        return self.prepared
+    def _planned(self, q: Tensor, k: Tensor, v: Tensor) -> ops.Prepared:
+        assert self.dynamic is not None
+        self.prepared = found = ops.prepare(replace(self.dynamic.call, q=q, k=k, v=v))
+        return found
 
     def _first(self, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[Tensor, Any]:
-        family, numbers = self.family, () if self.family is None else self.family.lengths(q, k, v)
-        if family is not None and current(q.device):
-            self.again = family.forward.again(numbers, q.device)
+        dynamic, numbers = self.dynamic, () if self.dynamic is None else self.dynamic.lengths(q, k, v)
+        if dynamic is not None and current(q.device):
+            self.again = dynamic.forward.again(numbers, q.device)
             found = None if self.again is None else self.again.run(q, k, v, lse)
             if found is not None:
                 return found  # type: ignore[no-any-return]
-        prepared = self._planned(q, k, v)
+        prepared: Any = self.prepared or self._planned(q, k, v)
         if self.turns:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         layout = "bhsd" if self.turned and not self.turns else "bshd"
@@ -73,8 +72,8 @@ class Work:
         out, found = ops._forward(prepared, x)
         if not self.turns and current(q.device):  # launches are those of one device
             self.again = prepared.forward.kernel.again(prepared.forward, x)
-            if family is not None and self.again is not None:
-                family.forward.learn(numbers)
+            if dynamic is not None and self.again is not None:
+                dynamic.forward.learn(numbers)
         return (out.transpose(1, 2) if self.turns else out), found
 
     def followed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,39 +81,39 @@ class Work:
         out, lse = self.forward(q, k, v, True)
         if not self.layouts:
             self.layouts = tuple(map(ops._layout, (q, k, v, out, lse)))
-        if self.again is not None and self._in_c(self.again) and current(q.device):
-            self._tell(self.again, layouts((q, k, v), (out, lse)), q.device)
+        if self.again is not None and self._replayable(self.again) and current(q.device):
+            self._register(self.again, layouts((q, k, v), (out, lse)), q.device)
         return out, lse
 
-    def _in_c(self, again: Again) -> bool:
+    def _replayable(self, again: Again) -> bool:
         return self.calls is not None and again.space is None and isinstance(again.launches, Replayed)
 
-    def _tell(self, again: Again, lie: Sequence[int], device: torch.device) -> None:
+    def _register(self, again: Again, described: Sequence[int], device: torch.device) -> None:
         """C of a forward."""
         calls: Any = self.calls
         if again.shared is None:
-            calls.add(FORWARD, lie, device, again.launches)
+            calls.add(FORWARD, described, device, again.launches)
         elif not capturing(device):  # whose workspace is the graph's
             stream = torch._C._cuda_getCurrentRawStream(device.index)
-            calls.add(FORWARD, lie, device, again.launches, again.shared(), stream)
+            calls.add(FORWARD, described, device, again.launches, again.shared(), stream)
 
-    def foresee(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Tell C of a forward before the first call, where its launches are known; whether they are."""
-        family = self.family
-        if family is None or self.again is not None or not current(q.device):
+    def register_forward(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Tell C of a forward before the first call, where a function gives its launches; whether one does."""
+        dynamic = self.dynamic
+        if dynamic is None or self.again is not None or not current(q.device):
             return False
-        self.again = again = family.forward.again(family.lengths(q, k, v), q.device)
-        if again is None or not self._in_c(again):
+        self.again = again = dynamic.forward.again(dynamic.lengths(q, k, v), q.device)
+        if again is None or not self._replayable(again):
             return False
-        self._tell(again, again.layouts, q.device)
+        self._register(again, again.layouts, q.device)
         return True
 
-    def foresee_backward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """The same of its backward, after the forward: of gradients that lie as others did."""
-        family: Any = self.family
-        rows, heads = out.shape[family.axis], out.shape[3 - family.axis]
+    def register_backward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """The same of its backward, after the forward: of a dout with the strides that others had."""
+        dynamic: Any = self.dynamic
+        rows, heads = out.shape[dynamic.axis], out.shape[3 - dynamic.axis]
         self.layouts = (*map(ops._layout, (q, k, v, out)), ((heads * rows, rows, 1), 0))
-        again = family.backward.again(family.foreseen(q, k, v, out), q.device)
+        again = dynamic.backward.again(dynamic.predicted(q, k, v, out), q.device)
         if again is None or not isinstance(again.launches, Replayed) or (again.mends and direct.hooked()):
             return
         self.calls.add(BACKWARD, again.layouts, q.device, again.launches)  # type: ignore[union-attr]
@@ -133,16 +132,16 @@ class Work:
 
     def _first_backward(self, kind: tuple[Any, ...], dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
         given, kept = (dout, *saved), [*map(ops._laid_out, saved, self.layouts)]
-        family, numbers = self.family, None
-        if family is not None and current(dout.device) and all(map(is_, kept, saved)):
-            numbers = family.of_backward(*given)
-            again = None if numbers is None else family.backward.again(numbers, dout.device)
+        dynamic, numbers = self.dynamic, None
+        if dynamic is not None and current(dout.device) and all(map(is_, kept, saved)):
+            numbers = dynamic.of_backward(*given)
+            again = None if numbers is None else dynamic.backward.again(numbers, dout.device)
             made = None if again is None else again.run(*given)
             if made is not None:
                 self._keep(kind, given, made, again)
                 return made  # type: ignore[no-any-return]
         q, k, v, out, lse = kept
-        prepared = self._planned(q, k, v)
+        prepared: Any = self.prepared or self._planned(q, k, v)
         if self.turned:
             q, k, v, out, dout = (t.transpose(1, 2) for t in (q, k, v, out, dout))
         data = Operands(q, k, v, None, prepared.template), Saved(out, lse, dout, None)
@@ -152,8 +151,8 @@ class Work:
             again = plan.kernel.again(plan, *data)
             if again is not None:
                 self._keep(kind, given, found, again)
-                if family is not None and numbers is not None:
-                    family.backward.learn(numbers)
+                if dynamic is not None and numbers is not None:
+                    dynamic.backward.learn(numbers)
         return tuple(found)
 
     def _keep(self, kind: tuple[Any, ...], given: tuple[Tensor, ...], found: Sequence[Tensor], again: Any) -> None:
@@ -161,8 +160,8 @@ class Work:
         self.gradients = (guard(each_once(given)[0]), kind, again.run), *self.gradients[: ALIKE - 1]
         if self.calls is not None and isinstance(again.launches, Replayed):
             device = found[0].device
-            lie = again.layouts or layouts(given, [*found, like((again.space,), device)])
-            self.calls.add(BACKWARD, lie, device, again.launches)
+            described = again.layouts or layouts(given, [*found, like((again.space,), device)])
+            self.calls.add(BACKWARD, described, device, again.launches)
             self.mends = self.mends or again.mends
 
 
@@ -174,12 +173,12 @@ def alone(prepared: ops.Prepared) -> bool:
 
 def work_of(call: Call, options: tuple[Any, ...]) -> Work | None:
     """None of a plan that is not for q, k and v alone. Where launches of other lengths are known, it is to be seen
-    whether this call needs a plan. `options` as of `Family`."""
-    family = Family.of(call, options) if call.q.is_cuda else None
-    if family is not None and family.forward.known:
-        return Work(None, call.layout, family)
+    whether this call needs a plan. `options` as of `DynamicShapes`."""
+    dynamic = DynamicShapes.of(call, options) if call.q.is_cuda else None
+    if dynamic is not None and dynamic.forward.known:
+        return Work(None, call.layout, dynamic)
     prepared = ops.prepare(call)
-    return Work(prepared, call.layout, family) if alone(prepared) else None
+    return Work(prepared, call.layout, dynamic) if alone(prepared) else None
 
 
 class Native:
@@ -204,14 +203,14 @@ class Native:
             return self.work.forward(q, k, v, False)[0]
         if hooked():
             return None
-        work, foreseen = self.work, False
+        work, registered = self.work, False
         if self.handle is None:
             self.handle = self._made((0,) if work.calls is None else work.calls.shape)
-            foreseen = work.foresee(q, k, v)
+            registered = work.register_forward(q, k, v)
         unseen = work.mends and direct.hooked()  # by C, who wants to hear of Triton's launches
         out: Tensor = self.operator(q, k, v, attn_mask=self._made((0,)) if unseen else self.handle)[0]
-        if foreseen:
-            work.foresee_backward(q, k, v, out)
+        if registered:
+            work.register_backward(q, k, v, out)
         return out
 
     def _made(self, shape: tuple[int, ...]) -> Any:

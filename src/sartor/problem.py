@@ -192,7 +192,7 @@ class Problem:
         kind = cls.kind_of(call, key)
         if kind is None:
             return cls.parse(call)
-        problem, values = cls.of_kind(call, kind)
+        problem, values = _PARSED.get(kind) or cls.of_kind(call, kind)
         at = 1 if call.layout == "bshd" else 2
         sq, skv = call.q.shape[at], call.k.shape[at]
         return problem.of_lengths(sq, skv), tuple([resolve(value, sq, skv) for value in values])

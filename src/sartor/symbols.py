@@ -1,9 +1,10 @@
-"""Numbers of launches as functions of lengths and strides: Python's own code makes them once of symbols, and what it
-did is written down as a function, which makes those of other lengths in microseconds.
+"""Tracing of Python code that computes numbers of launches: it runs once with symbols in the place of sequence lengths
+and strides, and what it does to them becomes a function of these, straight lines of Python.
 
-A symbol has a value, that of the call it was made in. What code asks of it (a comparison, whether it is 0) becomes a
-guard: of lengths that would be answered otherwise the function returns None. What needs the value itself (an index, a
-text, a struct) raises Untraceable, so that nothing can hang on a length unseen.
+A symbol has a value, that of the call it was made in. A comparison, or a test whether it is 0, is answered by the value
+and becomes a guard: the function returns None for lengths that would be answered otherwise. Whatever else needs the
+value (an index, a text, a struct) raises Untraceable, so that no result depends on a length without the function
+knowing it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 Function = Callable[..., tuple[tuple[Any, ...], ...] | None]
 NUMBERS = frozenset({int, float, bool})
 _SYMBOLS = re.compile(r"\bx\d+")
-_NAMES = itertools.count()  # of symbols, of all traces: equal ones are one
+_NAMES = itertools.count()  # of symbols, across traces
 
 
 class Untraceable(Exception):
@@ -29,7 +30,7 @@ class Untraceable(Exception):
 
 
 class Trace:
-    """What is done to symbols, as lines of Python; `values` are those of its inputs."""
+    """What code does to symbols, as lines of Python; `values` are those of its inputs."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self.lines: dict[str, None] = {}
@@ -51,7 +52,7 @@ class Trace:
         return holds
 
     def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What a function of numbers returns, a number or a tuple of them: it is called again for each length."""
+        """What an opaque function returns, a number or a tuple of them: it is called again for each length."""
         found = function(*[a.value if isinstance(a, Symbol) else a for a in args])
         text = f"{self._constant(function)}({', '.join(map(self._text, args))})"
         if not isinstance(found, tuple):
@@ -86,7 +87,7 @@ class Trace:
         return name
 
 
-def _operation(text: str, of: Callable[[Any, Any], Any], turned: bool = False) -> Any:
+def _binary(text: str, of: Callable[[Any, Any], Any], turned: bool = False) -> Any:
     def made(self: Symbol, other: Any) -> Any:
         x, y = (other, self) if turned else (self, other)
         if other.__class__ in NUMBERS or other.__class__ is Symbol:
@@ -96,7 +97,7 @@ def _operation(text: str, of: Callable[[Any, Any], Any], turned: bool = False) -
     return made
 
 
-def _question(text: str, of: Callable[[Any, Any], bool]) -> Any:
+def _comparison(text: str, of: Callable[[Any, Any], bool]) -> Any:
     def asked(self: Symbol, other: Any) -> Any:
         if other.__class__ in NUMBERS or (other.__class__ is Symbol and other.trace is self.trace):
             return self.trace.guard(f"{self.name} {text} {_name(other)}", of(self.value, _value(other)))
@@ -113,15 +114,15 @@ class Symbol:
     def __init__(self, trace: Trace, name: str, value: Any) -> None:
         self.trace, self.name, self.value = trace, name, value
 
-    __add__, __radd__ = _operation("+", operator.add), _operation("+", operator.add, turned=True)
-    __sub__, __rsub__ = _operation("-", operator.sub), _operation("-", operator.sub, turned=True)
-    __mul__, __rmul__ = _operation("*", operator.mul), _operation("*", operator.mul, turned=True)
-    __mod__, __rmod__ = _operation("%", operator.mod), _operation("%", operator.mod, turned=True)
-    __floordiv__, __rfloordiv__ = (_operation("//", operator.floordiv, turned) for turned in (False, True))
-    __truediv__, __rtruediv__ = (_operation("/", operator.truediv, turned) for turned in (False, True))
-    __lt__, __le__ = _question("<", operator.lt), _question("<=", operator.le)
-    __gt__, __ge__ = _question(">", operator.gt), _question(">=", operator.ge)
-    _equals, __hash__ = _question("==", operator.eq), object.__hash__
+    __add__, __radd__ = _binary("+", operator.add), _binary("+", operator.add, turned=True)
+    __sub__, __rsub__ = _binary("-", operator.sub), _binary("-", operator.sub, turned=True)
+    __mul__, __rmul__ = _binary("*", operator.mul), _binary("*", operator.mul, turned=True)
+    __mod__, __rmod__ = _binary("%", operator.mod), _binary("%", operator.mod, turned=True)
+    __floordiv__, __rfloordiv__ = (_binary("//", operator.floordiv, turned) for turned in (False, True))
+    __truediv__, __rtruediv__ = (_binary("/", operator.truediv, turned) for turned in (False, True))
+    __lt__, __le__ = _comparison("<", operator.lt), _comparison("<=", operator.le)
+    __gt__, __ge__ = _comparison(">", operator.gt), _comparison(">=", operator.ge)
+    _equals, __hash__ = _comparison("==", operator.eq), object.__hash__
 
     def __eq__(self, other: object) -> Any:
         return self is other or self._equals(other)
@@ -174,8 +175,8 @@ def opaque(function: Callable[..., Any]) -> Any:
     return call
 
 
-class Lying:
-    """A tensor of which is known how it lies, on 16 bytes, with sizes and strides that may be symbols."""
+class SymbolicTensor:
+    """A tensor without data, on 16 bytes, whose sizes and strides may be symbols."""
 
     is_meta = False
 
@@ -192,7 +193,7 @@ class Lying:
         return self.itemsize
 
     def data_ptr(self) -> int:
-        """Where nothing but the alignment is told."""
+        """An address on 16 bytes: nothing else is known of it."""
         return 0
 
     storage_offset = data_ptr
@@ -207,26 +208,26 @@ class Lying:
                 step = step * size
         return True
 
-    def transpose(self, one: int, other: int) -> Lying:
+    def transpose(self, one: int, other: int) -> SymbolicTensor:
         """As of a tensor."""
         turn = [*range(len(self.shape))]
         turn[one], turn[other] = turn[other], turn[one]
         shape, strides = (tuple([x[i] for i in turn]) for x in (self.shape, self.strides))
-        return Lying(shape, strides, self.dtype, self.device)
+        return SymbolicTensor(shape, strides, self.dtype, self.device)
 
-    def view(self, dtype: torch.dtype) -> Lying:
+    def view(self, dtype: torch.dtype) -> SymbolicTensor:
         """As of a tensor."""
-        return Lying(self.shape, self.strides, dtype, self.device)
+        return SymbolicTensor(self.shape, self.strides, dtype, self.device)
 
-    def to(self, dtype: torch.dtype) -> Lying:
+    def to(self, dtype: torch.dtype) -> SymbolicTensor:
         """Itself: nothing is copied."""
         if dtype != self.dtype:
             raise Untraceable
         return self
 
-    def like(self) -> Lying:
-        """What `empty_like` makes of it: without gaps, its dims in the order of their strides. Where two are equal one
-        of the dims has a single place, of which no stride is read."""
+    def like(self) -> SymbolicTensor:
+        """What `torch.empty_like` makes of it: dense, with its dims in the order of their strides. Of two equal
+        strides, one must be of a dim of size 1, whose stride is never used."""
         shape, given = self.shape, self.strides
         order = sorted(range(len(shape)), key=lambda dim: (_value(given[dim]), -dim))
         for i, j in itertools.pairwise(order):
@@ -236,9 +237,9 @@ class Lying:
         step: Any = 1
         for dim in order:
             strides[dim], step = step, step * self.shape[dim]
-        return Lying(self.shape, tuple(strides), self.dtype, self.device)
+        return SymbolicTensor(self.shape, tuple(strides), self.dtype, self.device)
 
 
 def empty_like(t: torch.Tensor) -> torch.Tensor:
-    """torch's, of what only lies too."""
-    return t.like() if isinstance(t, Lying) else torch.empty_like(t)  # type: ignore[return-value]
+    """torch's, of a symbolic tensor too."""
+    return t.like() if isinstance(t, SymbolicTensor) else torch.empty_like(t)  # type: ignore[return-value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -553,7 +554,7 @@ def test_a_list_of_key_tiles_is_walked(driver, monkeypatch):
     assert "entries" not in launched(mask=torch.ones(700, 700, dtype=torch.bool))
 
 
-@pytest.mark.parametrize(("causal", "forward", "both"), [(False, 412, 720), (True, 470, 925)])
+@pytest.mark.parametrize(("causal", "forward", "both"), [(False, 400, 715), (True, 460, 920)])
 def test_a_length_not_seen_before(driver, backward, causal, forward, both):
     """What the host does of one, in calls of functions: results that all lengths share are not made again."""
     counts = []  # of each length: what is collected, or dropped from a cache, while one is counted, is no part of it
@@ -561,8 +562,8 @@ def test_a_length_not_seen_before(driver, backward, causal, forward, both):
         q, k, v = (torch.zeros(2, n, 4, 128, dtype=torch.bfloat16) for _ in range(3))
         one = calls_of(lambda: sartor.attention(q, k, v, causal=causal))  # noqa: B023 - called here
         counts.append((one, calls_of(lambda: gradients(q, k, v, causal=causal))))  # noqa: B023 - called here
-    assert min(one for one, _ in counts) <= forward, counts
-    assert min(two for _, two in counts) <= both, counts
+    assert median(one for one, _ in counts) <= forward, counts
+    assert median(two for _, two in counts) <= both, counts
 
 
 def test_configs_of_other_lengths_are_alike():

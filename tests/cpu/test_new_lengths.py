@@ -13,7 +13,7 @@ import torch
 import sartor
 import stubbed
 from counted import calls_of
-from sartor import direct, driver, families, features, nvrtc, ops, plan, problem
+from sartor import direct, driver, dynamic_shapes, features, nvrtc, ops, plan, problem
 from sartor.device import ARCHITECTURES
 from sartor.direct import Direct
 from sartor.kernels import spec
@@ -26,8 +26,8 @@ from sartor.replay import lists
 from sartor.tuning import table
 
 KEEPING = (
-    backward_config, backward_problem, driver, expressions, families, features, forward, host, launch, lists, nvrtc,
-    ops, params, pieces, plan, problem, schedule, spec, table,
+    backward_config, backward_problem, driver, dynamic_shapes, expressions, features, forward, host, launch, lists,
+    nvrtc, ops, params, pieces, plan, problem, schedule, spec, table,
 )  # fmt: skip
 LENGTHS = [
     (1, 700), (17, 2048), (64, 64), (70, 70), (300, 1000), (513, 513), (1000, 1000), (1024, 1024), (3000, 3001),
@@ -175,11 +175,11 @@ def test_functions_of_lengths_say_what_plans_say(call, way, options, heads, dim,
     used, like = [], lists.Replayed.like.__func__
     some = [*{lengths[call is one :]: lengths for lengths in lengths_for(dim)}.values()]
     monkeypatch.setattr(lists.Replayed, "like", classmethod(lambda *args: used.append(1) or like(*args)))
-    monkeypatch.setattr(families, "due", lambda planned, tried: tried or planned > 1)
+    monkeypatch.setattr(dynamic_shapes, "should_trace", lambda planned, traced: traced or planned > 1)
     with launched() as found:
-        made, by_functions = [], families.Family.of
+        made, by_functions = [], dynamic_shapes.DynamicShapes.of
         for of in (by_functions, lambda *_: None):
-            monkeypatch.setattr(families.Family, "of", staticmethod(of))
+            monkeypatch.setattr(dynamic_shapes.DynamicShapes, "of", staticmethod(of))
             ops.PREPARED.clear()
             for lengths in some:
                 found.clear()

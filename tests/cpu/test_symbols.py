@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sartor.problem import is_copied, without_gaps
-from sartor.symbols import Lying, Symbol, Trace, Untraceable, empty_like, opaque
+from sartor.symbols import Symbol, SymbolicTensor, Trace, Untraceable, empty_like, opaque
 
 
 @opaque
@@ -74,7 +74,7 @@ def test_a_key_is_a_symbol():
     assert trace.function([])(3, 4) is None  # x == y was asked
 
 
-def test_what_lies_lies_as_a_tensor():
+def test_symbolic_tensors_lie_as_tensors():
     """Strides, gaps, turns, and what `empty_like` makes."""
     shapes = [(2, 5, 3, 8), (1, 5, 3, 8), (2, 1, 3, 8), (2, 5, 1, 8)]
     for b, s, h, d in shapes:
@@ -84,19 +84,19 @@ def test_what_lies_lies_as_a_tensor():
         ]  # fmt: skip
         for t in tensors:
             trace = Trace([*t.shape, *t.stride()])
-            lying = Lying(tuple(trace.inputs[:4]), tuple(trace.inputs[4:]), t.dtype, t.device)
-            assert lying.is_contiguous() == t.is_contiguous()
-            assert without_gaps(lying) == without_gaps(t)
-            assert is_copied(lying) == is_copied(t)
-            turned = lying.transpose(1, 2)
+            symbolic = SymbolicTensor(tuple(trace.inputs[:4]), tuple(trace.inputs[4:]), t.dtype, t.device)
+            assert symbolic.is_contiguous() == t.is_contiguous()
+            assert without_gaps(symbolic) == without_gaps(t)
+            assert is_copied(symbolic) == is_copied(t)
+            turned = symbolic.transpose(1, 2)
             assert [n.value for n in turned.stride()] == [*t.transpose(1, 2).stride()]
-            made = trace.function(empty_like(lying).strides)
+            made = trace.function(empty_like(symbolic).strides)
             again = made(*t.shape, *t.stride())[0]
             wanted = torch.empty_like(t).stride() if not without_gaps(t) or 1 not in t.shape else None
             assert wanted is None or [n for n, size in zip(again, t.shape, strict=True) if size > 1] == [
                 n for n, size in zip(wanted, t.shape, strict=True) if size > 1
             ]
     with pytest.raises(Untraceable):
-        empty_like(Lying((2, 3, 4, 8), (0, 8, 8, 1), torch.float16, "cpu"))
+        empty_like(SymbolicTensor((2, 3, 4, 8), (0, 8, 8, 1), torch.float16, "cpu"))
     with pytest.raises(Untraceable):
-        Lying((2,), (1,), torch.float16, "cpu").to(torch.float32)
+        SymbolicTensor((2,), (1,), torch.float16, "cpu").to(torch.float32)

@@ -10,7 +10,7 @@ import torch
 import judged
 import sartor
 import settings
-from sartor import families, node, ops
+from sartor import dynamic_shapes, node, ops
 from sartor.kernels.cuda import row
 from sartor.mods.recent import Recent
 from sartor.replay import calls, library, lists
@@ -35,7 +35,7 @@ def by_python(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(row, "launcher", lists.Launched)
             patch.setattr(ops, "PREPARED", Recent(2048))
-            patch.setattr(families.Family, "of", lambda *_: None)
+            patch.setattr(dynamic_shapes.DynamicShapes, "of", lambda *_: None)
             return function(*args)
 
     monkeypatch.setattr(ops, "PREPARED", Recent(2048))
@@ -76,7 +76,7 @@ def test_new_lengths(layout, heads_kv, call, by_python, monkeypatch):
     """Launched by functions of lengths, they have the bits of a plan."""
     function, used, like = attend(CALLS[call] | {"layout": layout}), [], lists.Replayed.like.__func__
     monkeypatch.setattr(lists.Replayed, "like", classmethod(lambda *args: used.append(1) or like(*args)))
-    monkeypatch.setattr(families, "FAMILIES", Recent(256))
+    monkeypatch.setattr(dynamic_shapes, "KNOWN", Recent(256))
     axis, lengths = 1 if layout == "bshd" else 2, range(700, 640, -7)
     for n in lengths:
         shapes = [(2, 4, n, 64), (2, heads_kv, n + 64, 64), (2, heads_kv, n + 64, 64)]

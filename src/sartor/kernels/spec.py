@@ -139,13 +139,13 @@ class KernelSpec:
         """What repeats a run with this data for other tensors that lie in the same way; None where calls need more."""
         return None
 
-    def lying(self, plan: Plan, *data: Any) -> tuple[Any, tuple[Any, ...], list[Any]] | None:
-        """Of data of which is known how it lies (`symbols.Lying`): the row of launches (`cuda.row`), the numbers by
-        which `repeated` repeats them, and what a backward makes besides gradients; None where `again` says None."""
+    def symbolic(self, plan: Plan, *data: Any) -> tuple[Any, tuple[Any, ...], list[Any]] | None:
+        """For data that is `symbols.SymbolicTensor`s: the row of launches (`cuda.row`), what `repeated` takes besides
+        them, and tensors that a backward allocates besides gradients; None where `again` says None."""
         return None
 
     def repeated(self, launches: Any, device: torch.device, *numbers: Any) -> Again:
-        """What `again` says of calls with these launches."""
+        """What `again` returns, for launches and the numbers that `symbolic` gave."""
         raise NotImplementedError
 
     def behind(self, plan: Plan) -> Any:
@@ -171,7 +171,9 @@ def length_class(p: Problem) -> Problem:
         queries = 64 * max(2, -(-FEW[bisect(FEW, slices * group) - 1] // group))
     else:
         queries = sq and 1 << (sq - 1).bit_length()
-    even = next((n for n in (128, 64, 32, 16) if skv % n == 0), 1)
+    even = 1
+    for n in (16, 32, 64, 128):
+        even = even if skv % n else n
     keys = skv if skv <= 1 else 128 + even % 128
     return _of_class(p.kind, queries, keys)
 

@@ -18,7 +18,7 @@ from sartor.kernels.cuda.params import Params
 from sartor.kernels.spec import Operands
 from sartor.mods.program import Program
 from sartor.problem import Problem, name_of
-from sartor.symbols import Lying, Symbol
+from sartor.symbols import Symbol, SymbolicTensor
 
 FOLDER = Path(__file__).parent.parent
 # The shelves that know no macros. They come before a kernel's own, which are named as their templates' parameters are.
@@ -120,8 +120,8 @@ def current(device: torch.device) -> bool:
 
 def like(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """A float32 tensor for `empty_like`, which parses fewer arguments than `empty`: one number a device, expanded."""
-    if Symbol in map(type, shape):
-        return Lying(shape, (0,) * len(shape), torch.float32, device)  # type: ignore[return-value]
+    if shape[-1].__class__ is Symbol:  # type: ignore[comparison-overlap]
+        return SymbolicTensor(shape, (0,) * len(shape), torch.float32, device)  # type: ignore[return-value]
     return _one(device).expand(shape)
 
 

@@ -99,7 +99,7 @@ class HopperBackward(TritonBackward):
             return None
         return self.repeated((ready.whole or ready.row).launches(), ready.space.device, *ready.numbers)
 
-    def lying(self, plan: Plan, *data: Any) -> tuple[Row, tuple[Any, ...], list[Any]] | None:
+    def symbolic(self, plan: Plan, *data: Any) -> tuple[Row, tuple[Any, ...], list[Any]] | None:
         """See `KernelSpec`."""
         x, saved = data
         ready = self.ready(plan, x, saved, None)

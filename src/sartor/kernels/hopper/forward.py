@@ -124,7 +124,7 @@ class HopperForward(KernelSpec):
             return None
         return self.repeated(ready.row.launches(), ready.lse.device, *ready.numbers)
 
-    def lying(self, plan: Plan, *data: Any) -> tuple[Row, tuple[Any, ...], list[Any]] | None:
+    def symbolic(self, plan: Plan, *data: Any) -> tuple[Row, tuple[Any, ...], list[Any]] | None:
         """See `KernelSpec`."""
         ready = self.ready(plan, *data)
         return (ready.row, ready.numbers, []) if ready.alone else None

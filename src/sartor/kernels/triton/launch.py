@@ -14,7 +14,7 @@ from sartor.direct import Direct, version
 from sartor.kernels.spec import KernelSpec, Operands, Plan, Saved, Tile, first_of_class, length_class
 from sartor.mods.recent import Recent
 from sartor.problem import Problem
-from sartor.symbols import Lying, Symbol
+from sartor.symbols import Symbol, SymbolicTensor
 
 LOG2_E = 1.4426950408889634
 RUNTIME = ("batch", "heads_q", "seqlen_q", "seqlen_kv")  # what a kernel is not compiled anew for
@@ -274,7 +274,7 @@ def _kind(value: Any) -> Any:
         return tuple([
             (x == 1, x % 16 == 0, 32) if x.__class__ in INTEGERS and -(2**31) <= x < 2**31 else _kind(x) for x in value
         ])  # fmt: skip
-    if isinstance(value, (torch.Tensor, Lying)):
+    if isinstance(value, (torch.Tensor, SymbolicTensor)):
         return value.dtype, value.data_ptr() % 16 == 0
     if value.__class__ in INTEGERS:
         return value == 1, value % 16 == 0, _wide(value)

@@ -1,6 +1,6 @@
-"""Calls that differ in lengths and strides alone, and read q, k and v alone: what launches them is found by a plan of
-each length until it is known as a function of these numbers (`symbols`). From then on a new length takes the host a
-sixth of the time.
+"""Calls that read q, k and v alone and differ in sequence lengths and strides alone. The first lengths are planned one
+by one. Planning is then traced once with symbols in the place of lengths and strides (`symbols`), and the function
+that comes of it gives the launches of further lengths in a sixth of the time that planning takes the host.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sartor.problem import Call, Problem, changed, is_copied, rows_on_16_bytes, 
 from sartor.replay import library
 from sartor.replay.calls import layouts
 from sartor.replay.lists import Form, Replayed, form_of
-from sartor.symbols import Function, Lying, Trace, Untraceable, empty_like
+from sartor.symbols import Function, SymbolicTensor, Trace, Untraceable, empty_like
 
 Tensor = torch.Tensor
-FAMILIES = Recent(256)  # by what their calls have in common
+KNOWN = Recent(256)  # by all that these calls have in common
 
 
-class Described(NamedTuple):
-    """A forward or a backward, by how its tensors lie."""
+class SymbolicCall(NamedTuple):
+    """A forward or a backward with symbolic tensors."""
 
     plan: Plan
     data: tuple[Any, ...]  # of the kernel
@@ -36,8 +36,8 @@ class Described(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Launching:
-    """Launches as a function of lengths and strides."""
+class LaunchFunction:
+    """What a trace gave: the launches of a forward or a backward as a function of lengths and strides."""
 
     function: Function  # numbers of lists, layouts, numbers of `KernelSpec.repeated`, and those of each record
     form: Form
@@ -45,11 +45,11 @@ class Launching:
     kernel: KernelSpec
 
     @classmethod
-    def traced(cls, values: Sequence[int], described: Callable[..., Described]) -> Launching | None:
-        """Of a pass that is described by symbols of these values; None where its launches need more."""
+    def traced(cls, values: Sequence[int], described: Callable[..., SymbolicCall]) -> LaunchFunction | None:
+        """Trace a pass with symbols of these values; None where its launches need more than lengths and strides."""
         trace = Trace(values)
         plan, data, *tensors = described(trace.inputs)
-        found = plan.kernel.lying(plan, *data)
+        found = plan.kernel.symbolic(plan, *data)
         if found is None:
             return None
         row, rest, more = found
@@ -62,36 +62,36 @@ class Launching:
         return cls(function, form, [step.name for step in steps], plan.kernel)
 
     def again(self, values: Sequence[int], device: torch.device) -> Again | None:
-        """What makes the launches of these lengths and strides; None where the function is not theirs."""
+        """What makes the launches of these lengths and strides; None where a guard fails."""
         try:
             found = self.function(*values)
         except ArithmeticError:
             return None
         if found is None:
             return None
-        numbers, lie, rest, *records = found
+        numbers, described, rest, *records = found
         launches = Replayed.like(self.form, self.names, numbers, records)
-        return self.kernel.repeated(launches, device, *rest)._replace(layouts=lie)
+        return self.kernel.repeated(launches, device, *rest)._replace(layouts=described)
 
 
-def due(planned: int, tried: int) -> bool:
-    """Whether one more function is to be found, when so many lengths were planned since so many were tried. The first
-    one waits for a second length, as many calls have one only. Others serve fewer and fewer lengths (few queries, other
-    tiles, multiples of 16), or are none, and each takes as long to find as some plans do."""
-    return planned > tried + 1
+def should_trace(planned: int, traced: int) -> bool:
+    """Whether to trace once more, after so many lengths were planned since the last of so many traces. The first trace
+    waits for a second length, as many calls have one length only. Each further function serves fewer lengths (few
+    queries, other tiles, multiples of 16), and a trace takes as long as some plans do."""
+    return planned > traced + 1
 
 
 @dataclass
 class Pass:
-    """What is known of a forward or a backward."""
+    """The functions of a forward or of a backward."""
 
-    described: Callable[..., Described]
-    known: list[Launching] = field(default_factory=list)
-    tried: int = 0  # functions, known or not to be had
-    planned: int = 0  # lengths, since the last one
+    described: Callable[..., SymbolicCall]
+    known: list[LaunchFunction] = field(default_factory=list)
+    traced: int = 0  # how often, with or without a function
+    planned: int = 0  # lengths, since the last trace
 
     def again(self, values: Sequence[int], device: torch.device) -> Again | None:
-        """As of `Launching`."""
+        """As of `LaunchFunction`."""
         known = self.known
         for one in known:
             found = one.again(values, device)
@@ -102,35 +102,41 @@ class Pass:
         return None
 
     def learn(self, values: Sequence[int]) -> None:
-        """From a length that a plan was made for."""
+        """Count a length that was planned, and trace where it is time to."""
         self.planned += 1
-        if not due(self.planned, self.tried):
+        if not should_trace(self.planned, self.traced):
             return
-        self.planned, self.tried = 0, self.tried + 1
+        self.planned, self.traced = 0, self.traced + 1
         try:
-            found = Launching.traced(values, self.described)
+            found = LaunchFunction.traced(values, self.described)
         except Exception:  # whatever it is: the call was made, and plans make others
             return
         self.known = [*self.known, *([] if found is None else [found])]
 
 
-class Family:
-    """Of calls like one, whose problem has this kind and these aux values, functions of the lengths among them."""
+class DynamicShapes:
+    """Calls whose problems are of one kind, with the functions that give their launches.
+
+    Args:
+        call: one of them.
+        kind: `Problem.kind` of all.
+        values: aux values; some are functions of the lengths.
+        single: whether there is one query.
+    """
 
     def __init__(self, call: Call, kind: Problem, values: Sequence[Any], single: bool) -> None:
         self.kind, self.values, self.device = kind, values, Device.of(call.q.device)
-        self.single = single  # whether there is one query
+        self.single = single
         self.call = replace(call, q=None, k=None, v=None)  # type: ignore[arg-type] # its options
         self.place, self.axis = call.q.device, 1 if call.layout == "bshd" else 2
-        self.repeats = torch.are_deterministic_algorithms_enabled()
         self.dout: tuple[int, ...] | None = None  # strides of gradients that arrive; None: those of out
         self.forward, self.backward = Pass(self._forward), Pass(self._backward)
 
     @staticmethod
-    def of(call: Call, options: tuple[Any, ...]) -> Family | None:
-        """Of a call whose arguments besides q, k and v `options` tell, how these are aligned too. None where plans for
-        single lengths are made, or where Python makes the launches."""
-        q, k, v = (t.shape for t in (call.q, call.k, call.v))
+    def of(call: Call, options: tuple[Any, ...]) -> DynamicShapes | None:
+        """Those like a call. `options` are its arguments besides q, k and v, and the alignment of these. None where
+        each length is planned, or where Python makes the launches."""
+        q, k, v = call.q.shape, call.k.shape, call.v.shape
         if library.why_not() or not len(q) == len(k) == len(v) == 4:
             return None
         at = 1 if call.layout == "bshd" else 2
@@ -139,16 +145,16 @@ class Family:
         heads, q_, k_, v_ = 3 - at, call.q, call.k, call.v
         sizes = q[at] == 1, q[0], q[heads], q[3], k[0], k[heads], k[3], v[0], v[heads], v[3]
         key = *options, sizes, q_.dtype, k_.dtype, v_.dtype, q_.device, k_.device, v_.device
-        found = FAMILIES.get(key)
+        found = KNOWN.get(key)
         if found is None:
             kind = Problem.kind_of(call, call.key())
             if kind is None:
                 return None
             problem, values = Problem.of_kind(call, kind)
-            found = Family(call, problem, values, kind[0])
+            found = DynamicShapes(call, problem, values, kind[0])
             if not found.serves(problem):
                 return None
-            FAMILIES.add(key, found)
+            KNOWN.add(key, found)
         return found  # type: ignore[no-any-return]
 
     @staticmethod
@@ -157,22 +163,23 @@ class Family:
         return not p.copies and p.out_like_q and p.rows_on_16_bytes
 
     def lengths(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-        """And strides: what a forward is a function of."""
+        """Sequence lengths and strides: what a forward is a function of."""
         return q.shape[self.axis], k.shape[self.axis], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
 
     def of_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
-        """The same of a backward; None where dout or what was saved lies in another way than functions can say."""
+        """The same of a backward; None where dout, or what was saved, is not what functions assume: dense in the last
+        dim, of the inputs' dtype."""
         dense = q.stride(3) == k.stride(3) == v.stride(3) == out.stride(3) == dout.stride(3) == 1
         if not dense or dout.dtype != q.dtype or not lse.is_contiguous():
             return None
-        if torch.are_deterministic_algorithms_enabled() != self.repeats:
+        if torch.are_deterministic_algorithms_enabled() != self.kind.deterministic:
             return None
         of_out, of_dout = out.stride()[:3], dout.stride()[:3]
         self.dout = None if of_out == of_dout else of_dout
         return *self.lengths(q, k, v), *of_out, *of_dout
 
-    def foreseen(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> tuple[int, ...]:
-        """The same, before it is known how dout lies: as it did before."""
+    def predicted(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> tuple[int, ...]:
+        """The same before dout has come, with the strides that the last one had."""
         of_out = out.stride()[:3]
         return *self.lengths(q, k, v), *of_out, *(self.dout or of_out)
 
@@ -180,46 +187,46 @@ class Family:
         sq, skv = 1 if self.single else numbers[0], numbers[1]
         return self.kind.of_lengths(sq, skv), tuple([resolve(value, sq, skv) for value in self.values])
 
-    def _lie(self, numbers: Sequence[Any]) -> list[Any]:
-        """q, k, v and more like q, in the layout of the call. Raises Untraceable where a problem would say of these
-        what this one does not."""
+    def _tensors(self, numbers: Sequence[Any]) -> list[Any]:
+        """q, k, v and more like q, in the layout of the call. Raises Untraceable where strides make a problem of
+        another kind."""
         p, (sq, skv, *strides) = self.kind, numbers
         sq, found = 1 if self.single else sq, []
         for i in range(0, len(strides), 3):
             length, heads = (skv, p.heads_kv) if i in (3, 6) else (sq, p.heads_q)
             shape = (p.batch, length, heads, p.dim) if self.axis == 1 else (p.batch, heads, length, p.dim)
-            found.append(Lying(shape, (*strides[i : i + 3], 1), p.dtype, self.place))
+            found.append(SymbolicTensor(shape, (*strides[i : i + 3], 1), p.dtype, self.place))
         for t in found[:3]:
-            if is_copied(self._turned(t)) or not rows_on_16_bytes(self._turned(t)):
+            if is_copied(self._bshd(t)) or not rows_on_16_bytes(self._bshd(t)):
                 raise Untraceable
-        if not without_gaps(_made_like(found[0])):
+        if not without_gaps(_result_like(found[0])):
             raise Untraceable
         return found
 
-    def _turned(self, t: Any) -> Any:
+    def _bshd(self, t: Any) -> Any:
         """In layout bshd."""
         return t if self.axis == 1 else t.transpose(1, 2)
 
     def _lse(self, p: Problem) -> Any:
         rows = p.seqlen_q
-        return Lying((p.batch, p.heads_q, rows), (p.heads_q * rows, rows, 1), torch.float32, self.place)
+        return SymbolicTensor((p.batch, p.heads_q, rows), (p.heads_q * rows, rows, 1), torch.float32, self.place)
 
-    def _forward(self, numbers: Sequence[Any]) -> Described:
+    def _forward(self, numbers: Sequence[Any]) -> SymbolicCall:
         p, aux = self._problem(numbers)
-        q, k, v = given = self._lie(numbers)
+        q, k, v = given = self._tensors(numbers)
         x = Operands(q, k, v, aux=aux, layout=self.call.layout)
         plan = changed(choose(p, self.device), cache={})
-        return Described(plan, (x,), given, [_made_like(q), self._lse(p)])
+        return SymbolicCall(plan, (x,), given, [_result_like(q), self._lse(p)])
 
-    def _backward(self, numbers: Sequence[Any]) -> Described:
+    def _backward(self, numbers: Sequence[Any]) -> SymbolicCall:
         p, aux = self._problem(numbers)
-        lse, tensors = self._lse(p), self._lie(numbers)
-        q, k, v, out, dout = map(self._turned, tensors)
+        lse, tensors = self._lse(p), self._tensors(numbers)
+        q, k, v, out, dout = map(self._bshd, tensors)
         data = Operands(q, k, v, aux=aux), Saved(out, lse, dout, None)
-        given, made = [tensors[4], *tensors[:4], lse], [*map(_made_like, tensors[:3])]
-        return Described(changed(choose_backward(p, self.device), cache={}), data, given, made)
+        given, made = [tensors[4], *tensors[:4], lse], [*map(_result_like, tensors[:3])]
+        return SymbolicCall(changed(choose_backward(p, self.device), cache={}), data, given, made)
 
 
-def _made_like(t: Any) -> Any:
+def _result_like(t: Any) -> Any:
     """What `empty_like` makes, without a look at the strides where there are no gaps."""
     return t if without_gaps(t) else empty_like(t)
