@@ -62,7 +62,7 @@ class Schedule:
         """Heads whose tiles are in flight together: their keys and values stay in L2, which spares power. Few take
         long to end where the last ones are fewer still, and where tiles are short."""
         p = self.p
-        room, least = (24, 1) if max(p.dim, p.dim_v) > 128 else (48 if p.dim > 64 else 32, 8)
+        room, least = (24, 1) if max(p.dim, p.dim_v) > 128 else (32, 8)
         if not self.band:  # rows see few of the keys
             room, least = 64, 32
         fit = (room << 20) // (2 * p.seqlen_kv * (p.dim + p.dim_v))
