@@ -86,6 +86,23 @@ def test_the_legend_names_what_any_panel_shows(tmp_path: Path, texts: list[str])
     assert {"Sartor (Triton)", "FlashAttention-3"} <= set(texts)
 
 
+def test_all_runs_are_within_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are."""
+    from matplotlib.figure import Figure
+
+    ends: list[float] = []
+    savefig = Figure.savefig
+
+    def saved(figure, *args, **kwargs):
+        ends.extend(t.get_window_extent().x1 / figure.bbox.width for t in figure.texts)
+        return savefig(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    found = [replace(r, run_id=f"20261129T0000{i:02}-abcd") for i, r in enumerate(some())]
+    views.drawn(found, tmp_path, ("grid",))
+    assert max(ends) <= 1
+
+
 def test_what_is_constant_is_said_once() -> None:
     tokens = [record(batch=16384 // n, seqlen_q=n, seqlen_kv=n, heads_q=8, heads_kv=2) for n in (512, 4096)]
     assert plots.problem(tokens) == "H=8/2 D=64, B×N=16384, float32, causal, NVIDIA H200"

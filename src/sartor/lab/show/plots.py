@@ -6,6 +6,7 @@ the problem that all of it has in common, the device, and from which records it 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from sartor.lab.show import names
 from sartor.lab.show.table import number
 
 WIDTH = 8.3  # inches; of 100 pixels a README shows about as many
+CORNER = 140  # characters of a line of runs
 GREY = "#555555"
 STYLE: dict[Any, Any] = {
     "font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 9, "axes.titleweight": "bold",
@@ -235,14 +237,15 @@ def save(
         handles = list({label: handle for axis in told for handle, label in zip(*axis, strict=True)}.values())
         handles = sorted(handles, key=lambda handle: hasattr(handle, "get_linestyle"))  # bars before lines
     rows = -(-len(handles) // 3)
-    head, foot = 0.56 + 0.2 * rows, 0.22
+    text, source = problem(drawn), ", ".join(dict.fromkeys(r.run_id for r in drawn))
+    corner = textwrap.wrap(f"torch {drawn[-1].torch}, run {source}", CORNER)
+    head, foot = 0.56 + 0.2 * rows, 0.1 + 0.12 * len(corner)
     height = figure.get_figheight() + head + foot
     figure.set_figheight(height)
     figure.get_layout_engine().set(rect=(0, foot / height, 1, 1 - (head + foot) / height))
-    text, source = problem(drawn), ", ".join(dict.fromkeys(r.run_id for r in drawn))
     figure.text(0.01, 1 - 0.08 / height, title, fontsize=11, fontweight="bold", va="top")
     figure.text(0.01, 1 - 0.3 / height, text, fontsize=9, color="#333333", va="top")
-    figure.text(0.01, 0.06 / height, f"torch {drawn[-1].torch}, run {source}", fontsize=7, color="#777777")
+    figure.text(0.01, 0.06 / height, "\n".join(corner), fontsize=7, color="#777777")
     if handles:
         at = {"loc": "upper left", "bbox_to_anchor": (0.003, 1 - 0.47 / height), "borderaxespad": 0.0}
         figure.legend(handles=handles, ncols=min(3, len(handles)), fontsize=8.5, columnspacing=1.6, **at)
