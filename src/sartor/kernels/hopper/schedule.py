@@ -185,7 +185,8 @@ class Schedule:
 @opaque
 @lru_cache(maxsize=4096)
 def _section(heads: int, most: int) -> int:
-    """Heads of a section, at most so many of all, so that the last one is not much smaller. Kept, as the next."""
+    """Heads of a section, at most so many of all, so that the last one is not much smaller. Kept, since other lengths
+    ask for the same."""
     most = min(most, heads)
     return min(range(most, most // 2, -1), key=lambda section: -heads % section * 8 // section)
 
