@@ -341,8 +341,12 @@ struct Consumer : Worker {
 #if MASK == 3
   u32 kept[2];  // bits of this tile's pairs
 #endif
-  // Steps of held rows that are in registers, as A operands: as many as fill 224 beside gradients, scores, dp and dq
   static constexpr bool PLAIN = FUSED && MASK < 2 && !(SCORE || DROPOUT || SEEN || ADDED);
+  // A tile's last product is under way beside the next one's scores. Elsewhere it costs held steps in registers, and with them
+  // 1 to 4 % where power is the limit, or spills
+  static constexpr bool BEHIND = PLAIN && !ORDERED && (BY_ROWS || (MASK && COLUMNS == 128 && !HEAD_PARTS));
+  u32 behind = 0;  // what tells that its stage is free
+  // Steps of held rows that are in registers, as A operands: as many as fill 224 beside gradients, scores, dp and dq
   static constexpr int OWN = PLAIN ? (224 - COLUMNS - BLOCK - PART / 2) / 4 : 0;
   static constexpr int OWN_X = imin(STEPS, OWN), OWN_Y = imin(STEPS, OWN - OWN_X);
   u32 own_x[4 * OWN_X + 1], own_y[4 * OWN_Y + 1];
@@ -576,6 +580,12 @@ struct Consumer : Worker {
   }
 #endif
 
+  DEVICE void settle() {  // the last product of the tile before is done
+    pin(dx), pin(b);
+    __syncwarp();
+    if (lane == 0 && behind) barrier_arrive(behind);
+    behind = 0;
+  }
   DEVICE void weigh_tile(u32 x, u32 y, int j, int g, bool partial) {  // its weights and score gradients, as operands
     pin(s);
     if (DX) pin(dp);
@@ -586,6 +596,7 @@ struct Consumer : Worker {
     pin(dp);
     wgmma_fence();
 #endif
+    if (BEHIND) wgmma_wait<1>(), settle(), pin(dp), wgmma_fence();
     if (DX) multiply_rows(dp, own_y, values_at(), y);
     pass_turn();
 #if DROPOUT && !DRAWN
@@ -627,7 +638,7 @@ struct Consumer : Worker {
   DEVICE void step(int j, int g, bool partial, bool seen) {
     const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
     rings.tiles.await_full();
-    if (!(FUSED && (ORDERED || MASK == 3 || (MASK == 1 && !BY_ROWS))) || seen) {
+    if (BEHIND || !(FUSED && (ORDERED || MASK == 3 || (MASK == 1 && !BY_ROWS))) || seen) {
       weigh_tile(x, y, j, g, partial);
     } else {  // only the other warpgroup sees something; without any product ptxas would serialise all
       UNROLL for (int i = 0; i < BLOCK / 4; i++) a[i] = b[i] = 0;
@@ -656,6 +667,12 @@ struct Consumer : Worker {
 #if PERSISTENT
     if (keys.place != rings.held.place) release();
 #endif
+    if (BEHIND) {
+      if (EARLY) wgmma_wait<1>();
+      pin(dy), pin(a);
+      behind = rings.tiles.empty(), rings.tiles.next();
+      return;
+    }
     wgmma_wait<0>();
     if (DX) pin(dx);
     if (DY) pin(dy);
@@ -791,6 +808,7 @@ struct Consumer : Worker {
       }
 #endif
     }
+    if (BEHIND) wgmma_wait<0>(), settle();
     pass_turn();
 #if PERSISTENT
     if (steps) {
