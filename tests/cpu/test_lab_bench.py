@@ -379,6 +379,16 @@ def test_head_dims_table_has_the_ratio_to_every_rival() -> None:
     assert ratios == [("vs PyTorch SDPA (cuDNN)", "1.50x"), ("vs PyTorch SDPA (FlashAttention-2)", "2.50x")]
 
 
+def test_head_dims_table_says_which_rival_was_wrong() -> None:
+    errors = {"sartor": 1e-3, "sdpa-cudnn": 1e-3, "fa4": 1.0}
+    rows = [record(provider=name, ms=2.0, err_max=error, err_budget=1e-2) for name, error in errors.items()]
+    table = tables.head_dims(rows, "sdpa-cudnn")
+    cells = dict(zip(table.headers, table.rows[0], strict=True))
+    assert cells["vs PyTorch SDPA (cuDNN)"] == "1.00x"
+    assert cells["vs FlashAttention-4"] == "1.00x wrong"
+    assert table.notes[-1] == "wrong: the largest error is beyond its budget."
+
+
 def test_visited_table_compares_masks_by_the_tiles_they_touch() -> None:
     size = {"seqlen_q": 256, "seqlen_kv": 256, "plan": "hopper_forward[128x128 w12 s6]"}
     rows = [record(mask=mask, tflops=rate, **size) for mask, rate in (("causal", 200.0), ("prefix64", 100.0))]

@@ -98,6 +98,11 @@ class Record:
         return Workload(**{f.name: getattr(self, f.name) for f in fields(Workload)})
 
     @property
+    def wrong(self) -> bool:
+        """Whether the largest error is beyond its budget."""
+        return bool(self.err_max and self.err_budget and self.err_max > self.err_budget)
+
+    @property
     def base_provider(self) -> str:
         """`sartor` for `sartor` and `sartor:<kernel>` alike."""
         return self.provider.split(":")[0]

@@ -115,7 +115,7 @@ def _figures(r: Record, group: list[Record], records: list[Record], reasons: dic
     times = {other.provider: other.ms for other in group}
     before = times.get(f"rung:{ladder.find(_number(r)).before}") if _number(r) else None
     base, (peak, _) = times.get(BASELINES[r.dtype]), _ceiling(r.dtype, records)
-    over = " over its error budget" if r.err_max and r.err_budget and r.err_max > r.err_budget else ""
+    over = " over its error budget" if r.wrong else ""
     return [
         number(r.ms) + over, number(r.tflops), f"{100 * base / r.ms:.0f} %" if base else NONE,
         f"{100 * r.tflops / peak:.1f} %" if peak else NONE, f"{before / r.ms:.2f}x" if before else NONE,

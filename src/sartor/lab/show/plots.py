@@ -109,7 +109,8 @@ def power(value: float) -> str:
 
 
 def head_dims(records: list[Record], folder: Path) -> list[Path]:
-    """TFLOP/s for each head dim, grouped bars, a panel for each mode."""
+    """TFLOP/s for each head dim, grouped bars, a panel for each mode; none of wrong results."""
+    records = [r for r in records if not r.wrong]
     groups = panels(records, lambda r: (r.mode, r.dtype, r.mask))
     figure, axes = subplots(len(groups), 1, 2.6)
     for axis, found in zip(axes.flat, groups.values(), strict=True):

@@ -270,7 +270,7 @@ def head_dims(records: list[Record], baseline: str, verified: Verified = lambda 
         r = cells["sartor"]
         table.rows.append([
             str(r.dim), _cell(_speed, r, reasons, verified), _cell(_speed, cells.get(baseline), reasons, verified),
-            *(_ratio(cells[name].ms if name in cells else None, r.ms) for name in rivals), *_savings(r, ours),
+            *(_beside(cells.get(name), r) for name in rivals), *_savings(r, ours),
             NONE if r.err_max is None else f"{r.err_max:.1e}", NONE if r.cos_sim is None else f"{r.cos_sim:.7f}",
         ])  # fmt: skip
     table.notes = [
@@ -279,7 +279,14 @@ def head_dims(records: list[Record], baseline: str, verified: Verified = lambda 
         "the neighbouring powers of two; 1.00 means that a head dim costs exactly its share.",
         *noted(reasons),
     ]
+    if any(cell.endswith("wrong") for row in table.rows for cell in row):
+        table.notes.append("wrong: the largest error is beyond its budget.")
     return table
+
+
+def _beside(other: Record | None, ours: Record) -> str:
+    """How many times as fast ours is; of errors beyond their budget it says so, as nobody would take those times."""
+    return NONE if other is None or not other.ms else _ratio(other.ms, ours.ms) + " wrong" * other.wrong
 
 
 def _savings(r: Record, ours: dict[int, Record]) -> list[str]:
