@@ -638,6 +638,7 @@ struct Consumer : Worker {
   DEVICE void step(int j, int g, bool partial, bool seen) {
     const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
     rings.tiles.await_full();
+    // where BEHIND, to weigh a tile settles the one before
     if (BEHIND || !(FUSED && (ORDERED || MASK == 3 || (MASK == 1 && !BY_ROWS))) || seen) {
       weigh_tile(x, y, j, g, partial);
     } else {  // only the other warpgroup sees something; without any product ptxas would serialise all

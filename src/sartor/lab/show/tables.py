@@ -279,7 +279,7 @@ def head_dims(records: list[Record], baseline: str, verified: Verified = lambda 
         "the neighbouring powers of two; 1.00 means that a head dim costs exactly its share.",
         *noted(reasons),
     ]
-    if any(cell.endswith("wrong") for row in table.rows for cell in row):
+    if any(cells[name].wrong for cells in pivot.rows for name in rivals if name in cells):
         table.notes.append("wrong: the largest error is beyond its budget.")
     return table
 
