@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from sartor.lab.measure.timing import Budget, interleave
+from sartor.lab.measure import timing
+from sartor.lab.measure.timing import Budget, interleave, own_stream
 
 # slow: alone on its GPU, which `sartor verify` gives to many tests at a time
 pytestmark = [
@@ -25,3 +26,36 @@ def test_a_slow_host_is_not_in_the_times():
     found = interleave({"": run}, torch.device("cuda"), Budget(rounds=2, turn_ms=20.0, lead_ms=20.0, warmup_ms=1.0))[""]
     assert found.at(0.8) < 0.1  # ms; the host takes three times that
     assert found.host_us > 300
+
+
+def test_a_late_host_gives_its_card_no_rest():
+    """What draws the power of the cap is not faster where the host takes as long as the device."""
+    device = torch.device("cuda")
+
+    def late():
+        until = time.perf_counter() + 2e-4
+        while time.perf_counter() < until:
+            pass
+        return a @ a
+
+    with own_stream(device):
+        a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
+        found = interleave({"quick": lambda: a @ a, "late": late}, device)
+    assert found["late"].host_us > 150
+    assert found["late"].ms == pytest.approx(found["quick"].ms, rel=0.02)
+
+
+def test_a_backward_is_its_own_backlog():
+    device = torch.device("cuda")
+    with own_stream(device):
+        x = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device, requires_grad=True)
+        out = x @ x
+        clock = timing._CudaClock(device, cold_l2=False)
+
+        def backward():
+            return torch.autograd.grad(out, x, out, retain_graph=True)
+
+        backward()  # its thread makes a handle of cuBLAS, which a capture refuses
+        assert clock._captured(backward) is not None
+        assert clock._captured(lambda: out.sum().item()) is None  # which waits, and cannot be captured
+        assert torch.ones(2, device=device).sum().item() == 2  # and leaves nothing behind

@@ -18,7 +18,7 @@ from sartor.lab.measure.contention import Contention
 from sartor.lab.measure.memory import peak_mib
 from sartor.lab.measure.planned import plan_of
 from sartor.lab.measure.records import Record, Run, sm_clock_mhz
-from sartor.lab.measure.timing import Budget, interleave, synchronize
+from sartor.lab.measure.timing import Budget, interleave, own_stream, synchronize
 from sartor.lab.workloads.suites import Suite
 from sartor.lab.workloads.workload import Inputs, Workload
 
@@ -51,7 +51,9 @@ class Session:
             if time.monotonic() > deadline:
                 return
             tell(str(w))
-            yield self.first_calls(w, who) if suite.fresh else self.measure_one(w, who, suite.unseen)
+            with own_stream(self.device):
+                records = self.first_calls(w, who) if suite.fresh else self.measure_one(w, who, suite.unseen)
+            yield records
 
     def first_calls(self, w: Workload, who: tuple[str, ...]) -> list[Record]:
         """One record per provider, of first calls in processes of their own, or the reason why there are none."""

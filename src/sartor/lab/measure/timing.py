@@ -5,8 +5,9 @@ A card at its power cap drifts by several per cent within a minute, so only time
 be compared. It gives a kernel the clock that its power draw allows, but late: a turn begins with the clock that the one
 before has left. So the first part of a turn does not count.
 
-On a GPU the samples of a turn are enqueued behind a spinning kernel: events then time the work, not the gaps in which
-the host was still enqueueing it.
+On a GPU the samples of a turn are enqueued behind a backlog: events then time the work, not the gaps in which the
+host was still enqueueing it. A spinning kernel is one for a host that is quick. It is a rest, which a card at its power
+cap pays back as clock: where the host is late the backlog is the call's own work, from a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
@@ -25,6 +27,8 @@ Run = Callable[[], object]
 LOOPS, LONGEST_MS = 5, 3.0  # of calls that the host does not enqueue ahead, where one is no longer
 LOOP_CALLS, LOOP_MS = (10, 50), 20.0  # calls of a loop, at least and at most, and how long they are to take
 LEAST_ROUNDS = 6
+LEAST_WORK_MS = 0.05  # of a call that is its own backlog: shorter ones draw no power to speak of
+REPLAY_MS = 0.015  # of the host, to launch a CUDA graph
 QUEUE = 100  # calls and events enqueued at a time: a stream holds about a thousand launches, a call may make ten
 
 
@@ -194,6 +198,7 @@ class _CudaClock:
         self.flush = torch.empty(2 * l2_bytes, dtype=torch.int8, device=device) if cold_l2 else None
         self.spin_per_ms = self._spin_rate()
         self.ahead_ms: dict[int, float] = {}  # host time of a call less most of its device time, by the call's identity
+        self.backlogs: dict[int, tuple[torch.cuda.CUDAGraph, float]] = {}  # a late host's call, and its milliseconds
 
     def _spin_rate(self) -> float:
         """Cycles of torch's spinning kernel in a millisecond."""
@@ -229,7 +234,10 @@ class _CudaClock:
         end.record()
         end.synchronize()
         ms = max(float(start.elapsed_time(end)) / 2, 1e-3)
-        self.ahead_ms[id(run)] = 1.2 * host_ms - 0.8 * ms
+        self.ahead_ms[id(run)] = 1.2 * host_ms - 0.8 * ms + 0.02
+        graph = self._captured(run) if self.ahead_ms[id(run)] > 0 and ms > LEAST_WORK_MS else None
+        if graph is not None:
+            self.backlogs[id(run)] = graph, ms
         for _ in range(min(int(warmup_ms / ms), 500)):
             run()
         torch.cuda.synchronize(self.device)
@@ -238,8 +246,7 @@ class _CudaClock:
     def measure(self, run: Run, calls: int, batch: int) -> list[float]:
         """Milliseconds per call, of `batch` samples of so many calls, enqueued ahead of the device throughout."""
         events = [(self._event(), self._event()) for _ in range(batch)]
-        ahead_ms = max(self.ahead_ms[id(run)] * calls + 0.02, 0.0) * batch  # none where the device is slower: no rest
-        self._spin(ahead_ms + 0.1)
+        self._fall_behind(run, max(self.ahead_ms[id(run)], 0.0) * calls * batch)  # 0 where the device is slower
         for start, end in events:
             if self.flush is not None:
                 self.flush.zero_()
@@ -249,6 +256,29 @@ class _CudaClock:
             end.record()
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(end) / calls for start, end in events]
+
+    def _fall_behind(self, run: Run, ms: float) -> None:
+        """Give the device that much to do before the samples."""
+        graph, each_ms = self.backlogs.get(id(run), (None, 0.0))
+        self._spin(0.1 if graph is not None else ms + 0.1)
+        if graph is not None:
+            for _ in range(math.ceil(ms / (each_ms - REPLAY_MS))):
+                graph.replay()
+
+    def _captured(self, run: Run) -> torch.cuda.CUDAGraph | None:
+        """The call as a CUDA graph; None where L2 is flushed between calls, on the default stream, which cannot be
+        captured, and of a call that cannot."""
+        stream = torch.cuda.current_stream(self.device)
+        if self.flush is not None or stream == torch.cuda.default_stream(self.device):
+            return None
+        graph, captured = torch.cuda.CUDAGraph(), True
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                run()
+        except RuntimeError:
+            captured = False
+        torch.cuda.synchronize(self.device)
+        return graph if captured else None
 
     def loop(self, run: Run, ms: float) -> list[tuple[float, float]]:
         """Microseconds a call, over 50 calls or fewer that are long: of the host until all are enqueued, where they are
@@ -267,6 +297,12 @@ class _CudaClock:
         torch.cuda.synchronize(self.device)
         each = 1e6 / calls
         return [((enqueued - begin) * each, (time.perf_counter() - begin) * each)]
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Meanwhile a GPU has a stream that can be captured: for what makes runs and times them."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.stream(torch.cuda.Stream(device)) if on_gpu else nullcontext()
 
 
 def synchronize(device: torch.device) -> None:
