@@ -345,6 +345,25 @@ def test_the_lead_of_a_turn_does_not_count() -> None:
     assert len(calls) - without > 2 * without
 
 
+def test_a_batch_is_under_way_while_the_next_one_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Clock(timing._HostClock):
+        def enqueue(self, run, calls, batch):
+            read = super().enqueue(run, calls, batch)
+            order.append("enqueue")
+            return lambda: (order.append("read"), read())[1]
+
+    monkeypatch.setattr(timing, "_HostClock", Clock)
+    timing.interleave({"a": lambda: sleep(1e-3)}, CPU, Budget(rounds=1, turn_ms=20.0, lead_ms=20.0, warmup_ms=0.0))
+    assert order[:3] == ["enqueue", "enqueue", "read"]
+    assert order[-2:] == ["read", "read"]
+    assert order.count("enqueue") == order.count("read") <= 5
+    order.clear()
+    timing.interleave({"a": lambda: sleep(1e-3)}, CPU, Budget(rounds=1, turn_ms=0.5, warmup_ms=0.0))
+    assert order == ["enqueue", "read"]  # a call that is longer than its turn: one
+
+
 def test_peak_memory_counts_what_is_freed_again() -> None:
     def run() -> torch.Tensor:
         big = torch.ones(1 << 20)  # 4 MiB

@@ -5,9 +5,9 @@ A card at its power cap drifts by several per cent within a minute, so only time
 be compared. It gives a kernel the clock that its power draw allows, but late: a turn begins with the clock that the one
 before has left. So the first part of a turn does not count.
 
-On a GPU the samples of a turn are enqueued behind a backlog: events then time the work, not the gaps in which the
-host was still enqueueing it. A spinning kernel is one for a host that is quick. It is a rest, which a card at its power
-cap pays back as clock: where the host is late the backlog is the call's own work, from a CUDA graph.
+On a GPU the samples of a turn are enqueued behind what is under way: events then time the work, not the gaps in which
+the host was still enqueueing it, and nothing rests, which a card at its power cap would pay back as clock. Where the
+host is late, the call's own work goes before them, from a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -94,15 +95,21 @@ def interleave(
     timings = {name: Timing() for name in runs}
 
     def turn(name: str) -> list[float]:
-        calls = 1 if cold_l2 else max(1, min(64, round(clock.sample_ms / warm[name])))
-        batch = max(1, min(round(0.5 * turn_ms / (calls * warm[name])), QUEUE // (calls + 2)))  # half a turn, at most
-        begin = time.perf_counter() + (lead_ms * 1e-3 if warm[name] < lead_ms else 0.0)  # else a call is its own lead
-        while time.perf_counter() < begin:
-            clock.measure(runs[name], calls, batch)
+        run, ms = runs[name], warm[name]
+        calls = 1 if cold_l2 else max(1, min(64, round(clock.sample_ms / ms)))
+        batch = max(1, min(round(0.5 * turn_ms / (calls * ms)), QUEUE // (calls + 2)))  # half a turn, at most
+        batch_ms = calls * batch * ms
+        ahead = 1 if batch_ms < turn_ms else 0  # batches under way while one is enqueued: nothing rests between them
+        begin = time.perf_counter() + (1e-3 * max(lead_ms - ahead * batch_ms, 0.0) if ms < lead_ms else 0.0)
         samples: list[float] = []
+        under_way: deque[tuple[bool, Callable[[], list[float]]]] = deque()
         while not samples or time.perf_counter() < begin + turn_ms * 1e-3:
-            samples += clock.measure(runs[name], calls, batch)
-        return samples
+            under_way.append((time.perf_counter() >= begin, clock.enqueue(run, calls, batch)))
+            if len(under_way) > ahead:
+                counts, read = under_way.popleft()
+                found = read()
+                samples += found if counts else []
+        return samples + [sample for _, read in under_way for sample in read()]
 
     deadline, rounds = time.perf_counter() + budget.max_s, budget.rounds or balanced(len(runs))
     for done, order in enumerate(islice(orders(list(runs)), rounds)):
@@ -172,7 +179,7 @@ class _HostClock:
                 break
         return max(min(times), 1e-4)
 
-    def measure(self, run: Run, calls: int, batch: int) -> list[float]:
+    def enqueue(self, run: Run, calls: int, batch: int) -> Callable[[], list[float]]:
         """Milliseconds per call, of `batch` samples of so many calls."""
         out = []
         for _ in range(batch):
@@ -180,7 +187,7 @@ class _HostClock:
             for _ in range(calls):
                 run()
             out.append((time.perf_counter() - start) * 1e3 / calls)
-        return out
+        return lambda: out
 
     def loop(self, run: Run, ms: float) -> list[tuple[float, float]]:
         """On a CPU the call is the work: there is nothing to tell apart."""
@@ -243,8 +250,9 @@ class _CudaClock:
         torch.cuda.synchronize(self.device)
         return ms
 
-    def measure(self, run: Run, calls: int, batch: int) -> list[float]:
-        """Milliseconds per call, of `batch` samples of so many calls, enqueued ahead of the device throughout."""
+    def enqueue(self, run: Run, calls: int, batch: int) -> Callable[[], list[float]]:
+        """`batch` samples of so many calls, ahead of the device throughout; and what waits for them and says the
+        milliseconds of a call."""
         events = [(self._event(), self._event()) for _ in range(batch)]
         self._fall_behind(run, max(self.ahead_ms[id(run)], 0.0) * calls * batch)  # 0 where the device is slower
         for start, end in events:
@@ -254,16 +262,24 @@ class _CudaClock:
             for _ in range(calls):
                 run()
             end.record()
-        torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(end) / calls for start, end in events]
+
+        def read() -> list[float]:
+            events[-1][1].synchronize()
+            return [start.elapsed_time(end) / calls for start, end in events]
+
+        return read
 
     def _fall_behind(self, run: Run, ms: float) -> None:
-        """Give the device that much to do before the samples."""
+        """Give the device that much to do before the samples, if it has nothing."""
         graph, each_ms = self.backlogs.get(id(run), (None, 0.0))
-        self._spin(0.1 if graph is not None else ms + 0.1)
+        stream = torch.cuda.current_stream(self.device)
+        if stream.query():  # the first of a turn
+            self._spin(0.1)
         if graph is not None:
             for _ in range(math.ceil(ms / (each_ms - REPLAY_MS))):
                 graph.replay()
+        elif ms > 0.0:
+            self._spin(ms)
 
     def _captured(self, run: Run) -> torch.cuda.CUDAGraph | None:
         """The call as a CUDA graph; None where L2 is flushed between calls, on the default stream, which cannot be
