@@ -404,8 +404,8 @@ def test_head_dims_table_says_which_rival_was_wrong() -> None:
     table = tables.head_dims(rows, "sdpa-cudnn")
     cells = dict(zip(table.headers, table.rows[0], strict=True))
     assert cells["vs PyTorch SDPA (cuDNN)"] == "1.00x"
-    assert cells["vs FlashAttention-4"] == "1.00x wrong"
-    assert table.notes[-1] == "wrong: the largest error is beyond its budget."
+    assert cells["vs FlashAttention-4"] == "1.00x†"
+    assert table.notes[-1] == "†: its largest error is beyond its budget; it counts as no rival."
 
 
 def test_visited_table_compares_masks_by_the_tiles_they_touch() -> None:

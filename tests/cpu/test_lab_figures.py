@@ -94,6 +94,20 @@ def test_the_arithmetic_of_a_speed_table() -> None:
     assert table.rows[0][1] == "2.00 / 5.00"
     assert {row: table.headers[column] for row, column in table.best} == {0: "Sartor (Triton)", 1: "FlexAttention"}
     assert "ahead on 1 of 2, geometric mean 0.87x, worst 0.50x, best 1.50x." in table.notes[0]
+    assert len(table.notes) == 1
+
+
+def test_a_wrong_time_is_never_the_best() -> None:
+    """It is shown with its mark, and beaten by nobody: whoever wants a right result cannot have it."""
+    over = {"err_max": 2.0, "err_budget": 1.0}
+    times = {"sartor": (2.0, {}), "sdpa": (3.0, {}), "flex": (1.0, over)}
+    rows = [record(provider=name, ms=ms, tflops=7.0, **more) for name, (ms, more) in times.items()]
+    table = tables.speed(rows, "sdpa")
+    (row,) = table.rows
+    assert row[-5:] == ["2.00 / 7.00", "3.00 / 7.00", "1.00 / 7.00†", "1.50x", "1.50x"]
+    assert {table.headers[column] for _, column in table.best} == {"Sartor"}
+    assert "ahead on 1 of 1" in table.notes[0]
+    assert table.notes[-1].startswith("†: ")
 
 
 def test_ceilings_are_what_takes_longer(monkeypatch) -> None:

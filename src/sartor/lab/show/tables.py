@@ -24,7 +24,7 @@ def speed(
     records: list[Record], baseline: str, verified: Verified = lambda r: True, ours: str = "sartor"
 ) -> Table:  # fmt: skip
     """Milliseconds and TFLOP/s (of a CPU GFLOP/s, of decoding GB/s) of every provider, and how `ours` compares. A time
-    that is not to be trusted is marked ~."""
+    that is not to be trusted is marked ~. One whose errors are beyond their budget is marked †, and never the best."""
     pivot = Pivot.of(records)
     unit = "GB/s" if all(r.mode in BY_BYTES for r in records) else rate_unit(records[0].device)
     table = _table(pivot, f"ms and {unit}", [*_words(pivot), f"vs {names.provider(baseline)}", "vs best"])
@@ -33,12 +33,13 @@ def speed(
     for i, cells in enumerate(pivot.rows):
         row = pivot.axes(cells)
         times = {name: r.ms for name, r in cells.items() if r.ms}
+        right = {name: ms for name, ms in times.items() if not cells[name].wrong}
         for name in pivot.providers:
             record = cells.get(name)
-            if record is not None and times and record.ms == min(times.values()):
+            if name in right and right[name] == min(right.values()):
                 table.best.add((i, len(row)))
             row.append(_cell(_speed, record, reasons, verified))
-        own, others = times.get(ours), [ms for name, ms in times.items() if not name.startswith("sartor")]
+        own, others = times.get(ours), [ms for name, ms in right.items() if not name.startswith("sartor")]
         row.append(_ratio(times.get(baseline), own))
         row.append(_ratio(min(others, default=None), own))
         if own and others:
@@ -50,7 +51,16 @@ def speed(
             f"~ is not to be trusted: other processes took over {100 * MOST:.0f} % of the CPUs that it wants, or its"
             f" samples' 80th percentile is over {SPREAD} times their 20th."
         )
+    table.notes += _wrong(records)
     return table
+
+
+def _wrong(records: Iterable[Record]) -> list[str]:
+    return ["†: its largest error is beyond its budget; it counts as no rival."] if any(map(_mark, records)) else []
+
+
+def _mark(r: Record) -> str:
+    return "†" * bool(r.ms and r.wrong)
 
 
 def _verdict(ratios: list[float], ours: str) -> list[str]:
@@ -98,7 +108,7 @@ def _speed(r: Record) -> str:
     if r.ms is None:
         return ""
     mark = "~" if disturbed(r) else ""
-    return f"{mark}{number(r.ms)} / {number(r.gbps) if r.mode in BY_BYTES else rate(r.tflops, r.device)}"
+    return f"{mark}{number(r.ms)} / {number(r.gbps) if r.mode in BY_BYTES else rate(r.tflops, r.device)}{_mark(r)}"
 
 
 def _calls(r: Record) -> str:
@@ -278,15 +288,14 @@ def head_dims(records: list[Record], baseline: str, verified: Verified = lambda 
         "Time / line: against the straight line between "
         "the neighbouring powers of two; 1.00 means that a head dim costs exactly its share.",
         *noted(reasons),
+        *_wrong(cells[name] for cells in pivot.rows for name in ("sartor", *rivals) if name in cells),
     ]
-    if any(cells[name].wrong for cells in pivot.rows for name in rivals if name in cells):
-        table.notes.append("wrong: the largest error is beyond its budget.")
     return table
 
 
 def _beside(other: Record | None, ours: Record) -> str:
-    """How many times as fast ours is; of errors beyond their budget it says so, as nobody would take those times."""
-    return NONE if other is None or not other.ms else _ratio(other.ms, ours.ms) + " wrong" * other.wrong
+    """How many times as fast ours is."""
+    return NONE if other is None or not other.ms else _ratio(other.ms, ours.ms) + _mark(other)
 
 
 def _savings(r: Record, ours: dict[int, Record]) -> list[str]:
