@@ -98,7 +98,7 @@ def test_the_arithmetic_of_a_speed_table() -> None:
 
 
 def test_a_wrong_time_is_never_the_best() -> None:
-    """It is shown with its mark, and beaten by nobody: whoever wants a right result cannot have it."""
+    """It is shown with its mark: whoever wants a right result cannot have it."""
     over = {"err_max": 2.0, "err_budget": 1.0}
     times = {"sartor": (2.0, {}), "sdpa": (3.0, {}), "flex": (1.0, over)}
     rows = [record(provider=name, ms=ms, tflops=7.0, **more) for name, (ms, more) in times.items()]
