@@ -180,7 +180,7 @@ class _HostClock:
         return max(min(times), 1e-4)
 
     def enqueue(self, run: Run, calls: int, batch: int) -> Callable[[], list[float]]:
-        """Milliseconds per call, of `batch` samples of so many calls."""
+        """Run `batch` samples of so many calls; what says the milliseconds of a call."""
         out = []
         for _ in range(batch):
             start = time.perf_counter()
@@ -251,7 +251,7 @@ class _CudaClock:
         return ms
 
     def enqueue(self, run: Run, calls: int, batch: int) -> Callable[[], list[float]]:
-        """`batch` samples of so many calls, ahead of the device throughout; and what waits for them and says the
+        """Enqueue `batch` samples of so many calls, ahead of the device throughout; what waits for them and says the
         milliseconds of a call."""
         events = [(self._event(), self._event()) for _ in range(batch)]
         self._fall_behind(run, max(self.ahead_ms[id(run)], 0.0) * calls * batch)  # 0 where the device is slower
@@ -270,10 +270,9 @@ class _CudaClock:
         return read
 
     def _fall_behind(self, run: Run, ms: float) -> None:
-        """Give the device that much to do before the samples, if it has nothing."""
+        """Give the device that much to do before the samples; where it has nothing to do, 0.1 ms more."""
         graph, each_ms = self.backlogs.get(id(run), (None, 0.0))
-        stream = torch.cuda.current_stream(self.device)
-        if stream.query():  # the first of a turn
+        if torch.cuda.current_stream(self.device).query():  # the first of a turn
             self._spin(0.1)
         if graph is not None:
             for _ in range(math.ceil(ms / (each_ms - REPLAY_MS))):

@@ -56,10 +56,10 @@ def speed(
 
 
 def _wrong(records: Iterable[Record]) -> list[str]:
-    return ["†: its largest error is beyond its budget; it counts as no rival."] if any(map(_mark, records)) else []
+    return ["†: its largest error is beyond its budget; it counts as no rival."] if any(map(_dagger, records)) else []
 
 
-def _mark(r: Record) -> str:
+def _dagger(r: Record) -> str:
     return "†" * bool(r.ms and r.wrong)
 
 
@@ -108,7 +108,7 @@ def _speed(r: Record) -> str:
     if r.ms is None:
         return ""
     mark = "~" if disturbed(r) else ""
-    return f"{mark}{number(r.ms)} / {number(r.gbps) if r.mode in BY_BYTES else rate(r.tflops, r.device)}{_mark(r)}"
+    return f"{mark}{number(r.ms)} / {number(r.gbps) if r.mode in BY_BYTES else rate(r.tflops, r.device)}{_dagger(r)}"
 
 
 def _calls(r: Record) -> str:
@@ -295,7 +295,7 @@ def head_dims(records: list[Record], baseline: str, verified: Verified = lambda 
 
 def _beside(other: Record | None, ours: Record) -> str:
     """How many times as fast ours is."""
-    return NONE if other is None or not other.ms else _ratio(other.ms, ours.ms) + _mark(other)
+    return NONE if other is None or not other.ms else _ratio(other.ms, ours.ms) + _dagger(other)
 
 
 def _savings(r: Record, ours: dict[int, Record]) -> list[str]:
