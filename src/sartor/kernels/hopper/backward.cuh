@@ -22,8 +22,8 @@
 // own), MASK, SHARED_SPANS, ORDERED, PERSISTENT, SECTIONED, HEAD_PARTS (cuda/backward.cuh; hopper/parts.cuh), SCORE (of
 // scores: 0 no change, 1 one whose derivative is 1, 2 any), SEEN (hopper/seen.cuh: the mask reads a bool tensor; 2: and
 // nothing else), ADDED (the score reads a tensor of 16 bits for every pair), DADDED (hopper/dbias.cuh: its gradient is 1
-// stored, 2 added up), BURIES (hopper/buried.cuh), BF16; PREPROCESS (whether `preprocess` is in this text too) and for it
-// WIDE (whether out has float32).
+// stored, 2 added up), BURIES (hopper/buried.cuh), WHOLE_APART (whether tiles that are seen whole have a loop of their own),
+// BF16; PREPROCESS (whether `preprocess` is in this text too) and for it WIDE (whether out has float32).
 #pragma once
 #include "cuda/dropout.cuh"
 #include "cuda/gradient.cuh"
@@ -344,7 +344,7 @@ struct Consumer : Worker {
   static constexpr bool PLAIN = FUSED && MASK < 2 && !(SCORE || DROPOUT || SEEN || ADDED);
   // A tile's last product is under way beside the next one's scores. Elsewhere it costs held steps in registers, and with them
   // 1 to 4 % where power is the limit, or spills
-  static constexpr bool BEHIND = PLAIN && !ORDERED && (BY_ROWS || (MASK && COLUMNS == 128 && !HEAD_PARTS));
+  static constexpr bool BEHIND = PLAIN && !ORDERED && BY_ROWS, WHOLE_BEHIND = WHOLE_APART && MASK;
   u32 behind = 0;  // what tells that its stage is free
   // Steps of held rows that are in registers, as A operands: as many as fill 224 beside gradients, scores, dp and dq
   static constexpr int OWN = PLAIN ? (224 - COLUMNS - BLOCK - PART / 2) / 4 : 0;
@@ -586,6 +586,7 @@ struct Consumer : Worker {
     if (lane == 0 && behind) barrier_arrive(behind);
     behind = 0;
   }
+  template <bool LATE>  // whether the last product of the tile before is under way: this settles it
   DEVICE void weigh_tile(u32 x, u32 y, int j, int g, bool partial) {  // its weights and score gradients, as operands
     pin(s);
     if (DX) pin(dp);
@@ -596,7 +597,7 @@ struct Consumer : Worker {
     pin(dp);
     wgmma_fence();
 #endif
-    if (BEHIND) wgmma_wait<1>(), settle(), pin(dp), wgmma_fence();
+    if (LATE) wgmma_wait<1>(), settle(), pin(dp), wgmma_fence();
     if (DX) multiply_rows(dp, own_y, values_at(), y);
     pass_turn();
 #if DROPOUT && !DRAWN
@@ -635,12 +636,11 @@ struct Consumer : Worker {
     differentiate();
   }
   // ---- mainloop
-  DEVICE void step(int j, int g, bool partial, bool seen) {
+  template <bool LATE> DEVICE void step(int j, int g, bool partial, bool seen) {
     const u32 x = stage_at(), y = APART ? base + AT_Y : x + Tile::bytes;
     rings.tiles.await_full();
-    // where BEHIND, to weigh a tile settles the one before
-    if (BEHIND || !(FUSED && (ORDERED || MASK == 3 || (MASK == 1 && !BY_ROWS))) || seen) {
-      weigh_tile(x, y, j, g, partial);
+    if (LATE || !(FUSED && (ORDERED || MASK == 3 || (MASK == 1 && !BY_ROWS))) || seen) {
+      weigh_tile<LATE>(x, y, j, g, partial);
     } else {  // only the other warpgroup sees something; without any product ptxas would serialise all
       UNROLL for (int i = 0; i < BLOCK / 4; i++) a[i] = b[i] = 0;
 #if ADDED
@@ -662,13 +662,9 @@ struct Consumer : Worker {
     if (DX) add_product(dx, b, x);
 #if FUSED
     wgmma_wait<1 + EARLY>();
-    add_dq();
-    adding = number_of(j, g);
+    end_dq(j, g);
 #endif
-#if PERSISTENT
-    if (keys.place != rings.held.place) release();
-#endif
-    if (BEHIND) {
+    if (LATE) {
       if (EARLY) wgmma_wait<1>();
       pin(dy), pin(a);
       behind = rings.tiles.empty(), rings.tiles.next();
@@ -679,6 +675,32 @@ struct Consumer : Worker {
     if (DY) pin(dy);
     done(rings.tiles);
   }
+  DEVICE void step_whole(int j, int end, int g) {
+#pragma unroll 1
+    do step<WHOLE_BEHIND>(j, g, false, true);
+    while (++j < end);
+    if (WHOLE_BEHIND) wgmma_wait<0>(), settle();
+  }
+#if FUSED
+  DEVICE void step_over(int j, int g) {  // only the other warpgroup sees something
+    rings.tiles.await_full();
+    UNROLL for (int i = 0; i < BLOCK / 4; i++) b[i] = 0;
+    multiply_keys();
+    share_ds();
+    wgmma_wait<0>();
+    end_dq(j, g);
+    done(rings.tiles);
+  }
+  DEVICE void end_dq(int j, int g) {  // that of the tile before is made
+    add_dq();
+    adding = number_of(j, g);
+#if PERSISTENT
+    if (keys.place != rings.held.place) release();
+#endif
+  }
+#else
+  DEVICE void step_over(int, int) {}
+#endif
 
 #if PERSISTENT
   // Others may come where the rows before these were: their last dq is made, their gradients are stored
@@ -792,19 +814,25 @@ struct Consumer : Worker {
       for (int j = all.begin; j < all.end; j++) {
         const int at = __shfl_sync(ALL, task.t.entries[j].bits[group], 0);  // -1: all is seen; -2: nothing
         if (at >= 0) load_pair(kept[0], kept[1], task.t.bits + i64(at) * 256 + 2 * (threadIdx.x & 127));
-        step(task.tile(j), g, at >= 0, at > -2);
+        step<BEHIND>(task.tile(j), g, at >= 0, at > -2);
       }
 #else
       const Task::Range own = task.tiles_of(group, g);
 #pragma unroll 1
       for (int j = all.begin; j < all.end; j++) {
-        if (!FUSED && (j < own.begin || j >= own.end)) {
+        const bool nothing = j < own.begin || j >= own.end, partial = j < own.full_begin || j >= own.full_end;
+        if (WHOLE_APART && !partial) {
+          step_whole(j, own.full_end, g);
+          j = own.full_end - 1;
+        } else if (WHOLE_APART && nothing) {
+          step_over(j, g);
+        } else if (!FUSED && nothing) {
           rings.tiles.await_full(), done(rings.tiles);
 #if APART
           rings.y.await_full(), done(rings.y);
 #endif
         } else {
-          step(j, g, j < own.full_begin || j >= own.full_end, j >= own.begin && j < own.end);
+          step<BEHIND>(j, g, WHOLE_APART || partial, WHOLE_APART || !nothing);
         }
       }
 #endif

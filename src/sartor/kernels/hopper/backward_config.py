@@ -200,6 +200,15 @@ class Config:
         block for every SM: what they step over and add to stays in L2."""
         return self.fused and not self.ordered and mask(self.p) > 0 and dadded(self.p) < 2
 
+    @property
+    def whole_apart(self) -> bool:
+        """Whether tiles that are seen whole have a loop of their own. Code that masks ends a basic block, also where a
+        tile jumps over it, and ptxas moves no exponential over that end. Elsewhere two loops gain nothing or lose, and
+        with several parts of heads or intervals from tensors ptxas serialises them."""
+        p = self.p
+        plain = mask(p) < 2 and not (p.program.loads or change(p) or p.dropout_p or self.seen or self.added)
+        return self.fused and p.dim == 128 and plain and not self.ordered and parts(p) == 1
+
     def sections(self, heads: int, sms: int) -> dict[str, int]:
         """Of so many heads. The last section is to give every SM three blocks, the shortest at the end: with as few as
         the others have, SMs were idle for 4 to 8 % of a causal launch's time. What it reads and adds to stays in L2
@@ -267,6 +276,7 @@ class Config:
             "PREPROCESS": int("dq" in self.gradients), "WIDE": int(p.out_dtype == torch.float32),
             "MASK": 3 if self.listed else mask(p), "SHARED_SPANS": int(self.shared_spans), "ORDERED": int(self.ordered),
             "PERSISTENT": int(self.persistent), "SECTIONED": int(self.sectioned), "SEEN": self.seen,
+            "WHOLE_APART": int(self.whole_apart),
             "ADDED": int(self.added is not None), "DADDED": dadded(p), "HEAD_PARTS": int(parts(p) > 1),
             "BURIES": int(p.program.buries), "SHARED": int(p.shared_lse),
             **({"DROPOUT": 1} if p.dropout_p else {}),
