@@ -831,7 +831,7 @@ struct Consumer : Worker {
 #if APART
           rings.y.await_full(), done(rings.y);
 #endif
-        } else {
+        } else {  // where whole tiles are apart, one that is seen in part
           step<BEHIND>(j, g, WHOLE_APART || partial, WHOLE_APART || !nothing);
         }
       }

@@ -204,9 +204,9 @@ class Config:
     def whole_apart(self) -> bool:
         """Whether tiles that are seen whole have a loop of their own. Code that masks ends a basic block, also where a
         tile jumps over it, and ptxas moves no exponential over that end. Elsewhere two loops gain nothing or lose, and
-        with several parts of heads or intervals from tensors ptxas serialises them."""
+        with several parts of heads, or intervals from tensors and no order, ptxas serialises their products."""
         p = self.p
-        plain = mask(p) < 2 and not (p.program.loads or change(p) or p.dropout_p or self.seen or self.added)
+        plain = mask(p) < 2 and not (p.program.loads or change(p) or p.dropout_p)
         return self.fused and p.dim == 128 and plain and not self.ordered and parts(p) == 1
 
     def sections(self, heads: int, sms: int) -> dict[str, int]:
