@@ -203,11 +203,13 @@ class Config:
     @property
     def whole_apart(self) -> bool:
         """Whether tiles that are seen whole have a loop of their own. Code that masks ends a basic block, also where a
-        tile jumps over it, and ptxas moves no exponential over that end. Elsewhere two loops gain nothing or lose, and
-        with several parts of heads, or intervals from tensors and no order, ptxas serialises their products."""
+        tile jumps over it, and ptxas moves no exponential over that end. Two loops gain nothing elsewhere, lose at 120
+        without a mask, and with several parts of heads, or intervals from tensors and no order, ptxas serialises their
+        products."""
         p = self.p
         plain = mask(p) < 2 and not (p.program.loads or change(p) or p.dropout_p)
-        return self.fused and p.dim == 128 and plain and not self.ordered and parts(p) == 1
+        gains = 64 < p.dim <= 128 and (mask(p) > 0 or p.dim != 120)
+        return self.fused and plain and gains and not self.ordered and parts(p) == 1
 
     def sections(self, heads: int, sms: int) -> dict[str, int]:
         """Of so many heads. The last section is to give every SM three blocks, the shortest at the end: with as few as
