@@ -344,8 +344,7 @@ struct Consumer : Worker {
   static constexpr bool PLAIN = FUSED && MASK < 2 && !(SCORE || DROPOUT || SEEN || ADDED);
   // A tile's last product is under way beside the next one's scores. Elsewhere it costs held steps in registers, and with them
   // 1 to 4 % where power is the limit, or spills
-  static constexpr bool MASKS_128 = COLUMNS == 128 && MASK, WHOLE_BEHIND = WHOLE_APART && MASKS_128;
-  static constexpr bool BEHIND = PLAIN && !ORDERED && (BY_ROWS || (MASKS_128 && !HEAD_PARTS && !WHOLE_APART));
+  static constexpr bool BEHIND = PLAIN && !ORDERED && BY_ROWS, WHOLE_BEHIND = WHOLE_APART && MASK && COLUMNS == 128;
   u32 behind = 0;  // what tells that its stage is free
   // Steps of held rows that are in registers, as A operands: as many as fill 224 beside gradients, scores, dp and dq
   static constexpr int OWN = PLAIN ? (224 - COLUMNS - BLOCK - PART / 2) / 4 : 0;

@@ -47,7 +47,7 @@ class Plan:
     layers: int = 12
     vocab: int = 50304
     curve: int = 16  # steps of a loss curve
-    rounds: int = 4
+    rounds: int = 8  # host time of a step differs by 10 % from turn to turn
     turn: int = 8  # steps of a turn, after two that do not count
     compiled: tuple[bool, ...] = (False, True)
 
