@@ -205,9 +205,11 @@ def _product(axis: Any, records: list[Record], shown: Record, key: str = "tflops
     if not found or getattr(found[-1], key) > 2.2 * top:
         return
     rate = getattr(found[-1], key)
-    axis.set_ylim(0, max(top, rate * 1.05))
-    label = f"{product(found[-1], ceilings)}: {number(rate)} {'GB/s' if key == 'gbps' else 'TFLOP/s'}"
+    axis.set_ylim(0, max(top, rate * 1.1))
+    label, unit = product(found[-1], ceilings), "GB/s" if key == "gbps" else "TFLOP/s"
     axis.axhline(rate, color=GREY, linewidth=1.2, linestyle=(0, (5, 3)), zorder=0.5, label=label)
+    at = {"transform": axis.get_yaxis_transform(), "ha": "left", "va": "bottom", "fontsize": 7.5, "color": GREY}
+    axis.text(0.01, rate, f"{number(rate)} {unit}", **at)  # panels are of different runs; bars on the left are low
 
 
 def product(r: Record, ceilings: list[Record]) -> str:
