@@ -119,7 +119,8 @@ ONES = [(64, {"causal": True}, torch.float16), (96, {}, torch.bfloat16), (128, {
 
 @pytest.mark.parametrize(
     ("dim", "options", "dtype"),
-    grid([64, *range(72, 129, 8)], MASKS, [torch.bfloat16, torch.float16], kept=ONES.__contains__),
+    grid([64, 128], MASKS, [torch.bfloat16, torch.float16], kept=ONES.__contains__)
+    + grid([72, 80, 96, 112, 120], MASKS, [torch.bfloat16], kept=ONES.__contains__),
     ids=str,
 )
 def test_one_sweep(dim, options, dtype):
