@@ -115,20 +115,21 @@ def test_kernels(dim, options):
 
 
 ONES = [(64, {"causal": True}, torch.float16), (96, {}, torch.bfloat16), (128, {"causal": True}, torch.bfloat16)]
+# Bytes spilled, without a mask and with one, by head dim
+BETWEEN = {64: (0, 0), 72: (0, 0), 80: (0, 132), 96: (36, 116), 112: (0, 116), 120: (0, 76), 128: (24, 100)}
 
 
 @pytest.mark.parametrize(
     ("dim", "options", "dtype"),
     grid([64, 128], MASKS, [torch.bfloat16, torch.float16], kept=ONES.__contains__)
-    + grid([72, 80, 96, 112, 120], MASKS, [torch.bfloat16], kept=ONES.__contains__),
+    + grid(sorted(BETWEEN.keys() - {64, 128}), MASKS, [torch.bfloat16], kept=ONES.__contains__),
     ids=str,
 )
 def test_one_sweep(dim, options, dtype):
     """No spills, but a few words between two loops: beyond head dim 64 tiles seen whole have one of their own."""
     (config,) = Config.all(problem(dim, dtype=dtype, **options))
     assert config.whole_apart == (dim > 64 and (dim, options) != (120, {}))
-    spills = config.whole_apart * (140 if options else 52)
-    assert sound(config, spills) == {"hopper_backward", "preprocess", "round_dq"}
+    assert sound(config, BETWEEN[dim][bool(options)]) == {"hopper_backward", "preprocess", "round_dq"}
 
 
 def test_whole_tiles_apart():
